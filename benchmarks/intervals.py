@@ -3,7 +3,7 @@
 
     python benchmarks/intervals.py [--output benchmarks/results/intervals.json]
 
-Reads all results of `hwaware bench` and benchmarks/results/testbed_steps.jsonl. Takes half a minute on one core.
+Reads all results of `hwaware bench`, benchmarks/results/programs.json and testbed_steps.jsonl. Takes a few seconds.
 """
 
 from __future__ import annotations
@@ -15,20 +15,23 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
 
+from hwaware.cluster import ClusterProfile
 from hwaware.costs import evaluate
 from hwaware.costs.intervals import Errors, late_s
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.errors import HwawareError
+from hwaware.plans import Plan
 from hwaware.result import BenchmarkResult
+from hwaware.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-STEPS = RESULTS / "testbed_steps.jsonl"
+STEPS, PROGRAMS = RESULTS / "testbed_steps.jsonl", RESULTS / "programs.json"
 # Measured before its cluster changed, while the result holds the profile of after that.
 BEFORE = "hwaware-before"
 
@@ -49,7 +52,7 @@ class Row(NamedTuple):
 def rows(source: str) -> List[Row]:
     """Return a row for each measured mapping, by the prices that the code has now."""
     found = list(_results(source))
-    return [*found, *_testbed_steps()] if source == "measured" else found
+    return [*found, *_programs(), *_testbed_steps()] if source == "measured" else found
 
 
 def _results(source: str) -> Iterator[Row]:
@@ -88,13 +91,30 @@ def _unmeasured(result: BenchmarkResult) -> BenchmarkResult:
     )
 
 
+def _programs() -> Iterator[Row]:
+    """Yield a row for each start of a program with default settings."""
+    for row in json.loads(PROGRAMS.read_text())["rows"]:
+        starts = [start for one in row["rounds"] for start in one.values() if isinstance(start, dict)]
+        for number, start in enumerate(one for one in starts if "workload" in one):
+            name = f"{PROGRAMS.name} {row['testbed']} {row['program']} {number}"
+            measured_s = float(np.median(start["step_s"])) - row["profile"].get("driver_s", 0.0)
+            error = _error(start["plan"], start["workload"], row["profile"], measured_s)
+            yield Row(name, f"programs on {row['testbed']}", error, None)
+
+
 def _testbed_steps() -> Iterator[Row]:
-    for line in STEPS.read_text().splitlines():
-        one = json.loads(line)
+    """Yield a row for each plan of benchmarks/testbed_steps.py."""
+    for one in map(json.loads, STEPS.read_text().splitlines()):
         if one["sends"] == "overlapped":  # the order of sending that `evaluate` prices
-            measured_s = float(np.median(one.get("pipeline_s") or one["step_s"]))
             name = f"{STEPS.name} {one['scenario']} {one['model']}"
-            yield Row(name, one["scenario"], math.log(measured_s / one["evaluated_s"]), None)
+            measured_s = float(np.median(one.get("pipeline_s") or one["step_s"]))
+            yield Row(name, one["scenario"], _error(one["plan"], one["workload"], one["cluster"], measured_s), None)
+
+
+def _error(plan: Any, workload: Any, profile: Any, measured_s: float) -> float:
+    """Return the logarithm of a measured time over the usual step of recorded documents."""
+    given = msgspec.convert(plan, Plan), msgspec.convert(workload, Workload), msgspec.convert(profile, ClusterProfile)
+    return math.log(measured_s / (evaluate(*given).step_s + late_s(*given)))
 
 
 def errors(found: Sequence[Row]) -> Errors:

@@ -1,7 +1,8 @@
-"""Train a small model under Alpa as a user's program does, and print its steps as JSON: program.py MODEL STEPS PLAN.
+"""Train a small model under Alpa as a user's program does, and print its steps as JSON.
 
-benchmarks/programs.py starts it with HWAWARE_PROFILE. It uses hwaware only to write the mapping to the file PLAN. MODEL
-is language (a decoder with RMSNorm and gated layers), vision (residual convolutions) or mixer (an MLP-mixer).
+benchmarks/programs.py starts it as `program.py MODEL STEPS PLAN WORKLOAD` with HWAWARE_PROFILE. It uses hwaware only to
+write the mapping and the workload to the files PLAN and WORKLOAD. MODEL is language (a decoder with RMSNorm and gated
+layers), vision (residual convolutions) or mixer (an MLP-mixer).
 """
 
 import json
@@ -126,7 +127,9 @@ def main() -> None:
         train_step.get_last_executable().sync()
         ends.append(time.perf_counter())
         took.append(ends[-1] - begin)
-    sys.modules["hwaware"].last_plan().save(sys.argv[3])
+    hwaware = sys.modules["hwaware"]
+    hwaware.last_plan().save(sys.argv[3])
+    hwaware.last_workload().save(sys.argv[4])
     print(json.dumps({"first_s": ends[0] - start, "step_s": took[WARMUP:], "losses": losses}))
 
 

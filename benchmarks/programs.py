@@ -65,9 +65,13 @@ class Starter:
     def start(self, program: str, label: str, cache: Path, plan: Path, steps: int, costs: str = "") -> Dict[str, Any]:
         """Run a program once, and return its steps, its mapping and its prediction; write the mapping to `plan`."""
         given = {"HWAWARE_PROFILE": str(self.profile), "HWAWARE_CACHE": str(cache)}
+        workload = self.folder / "workload.json"
         found, stderr = self._run(
-            [str(PROGRAM), program, str(steps), str(plan)], {**given, **({"HWAWARE_COSTS": costs} if costs else {})}
+            [str(PROGRAM), program, str(steps), str(plan), str(workload)],
+            {**given, **({"HWAWARE_COSTS": costs} if costs else {})},
         )
+        if steps:  # what benchmarks/intervals.py prices again
+            found["plan"], found["workload"] = (json.loads(path.read_text()) for path in (plan, workload))
         lines = [line for line in stderr.splitlines() if line.startswith("hwaware: ")]
         line = next(line for line in lines if "with hwaware's mapping" in line)
         predicted, alpas, mappings = _PREDICTED.search(line), _ALPAS.search(line), _MAPPINGS.search(line)
@@ -145,7 +149,15 @@ def measure(name: str, text: str, programs: Sequence[str], folder: Path) -> Iter
                 rounds.append({
                     "default": default, "measured": measured, "ratio": ratio, "default-again": again, "model": model,
                 })  # fmt: skip
-            yield {"testbed": name, "program": program, "steps_in_turn": STEPS_IN_TURN, "rounds": rounds}
+            yield {
+                "testbed": name, "program": program, "steps_in_turn": STEPS_IN_TURN, "rounds": rounds,
+                "profile": json.loads(starter.profile.read_text(), object_hook=without_evidence),
+            }  # fmt: skip
+
+
+def without_evidence(record: Dict[str, Any]) -> Dict[str, Any]:
+    """Return an object of a profile without the single measurements behind its figures."""
+    return {name: value for name, value in record.items() if name != "evidence"}
 
 
 def without_names(name: str, mapping: str) -> List[Any]:
@@ -203,7 +215,7 @@ def main() -> None:
                 print(described(row), flush=True)
                 if output is not None:  # a run that is cut short keeps its rows
                     document = {"command": "python benchmarks/programs.py", "rows": rows}
-                    output.write_text(json.dumps(document, indent=1) + "\n")
+                    output.write_text(json.dumps(document) + "\n")
     print("\n".join(map(described, rows)))
 
 

@@ -132,17 +132,8 @@ def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: 
         whole = _boundaries_s(located, costs.without_head_starts)
         there = [max(least, sent - gained) for least, sent, gained in zip(there, whole[0], forward[1:])]
         back = [max(least, sent - gained) for least, sent, gained in zip(back, whole[1], backward)]
-    return Priced(
-        costs.schedule,
-        num_microbatches,
-        prices,
-        forward,
-        backward,
-        [price.gradient_sync_s + price.update_s for price in prices],
-        there,
-        back,
-        whole,
-    )
+    once = [price.gradient_sync_s + price.update_s for price in prices]
+    return Priced(costs.schedule, num_microbatches, prices, forward, backward, once, there, back, whole)
 
 
 def _boundaries_s(located: Sequence[LocatedStage], costs: PreparedCosts) -> Tuple[List[float], List[float]]:

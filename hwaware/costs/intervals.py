@@ -33,7 +33,7 @@ class Errors(NamedTuple):
 # `python benchmarks/intervals.py` computes these from benchmarks/results, on CPUs, every result with the same weight.
 # Its leave-one-scenario-out check is in docs/cost-model.md.
 RECORDED: Dict[Source, Errors] = {
-    "measured": Errors(low=-0.062, middle=0.041, high=0.173, difference=0.086),
+    "measured": Errors(low=-0.088, middle=0.0435, high=0.182, difference=0.086),
     "model": Errors(low=-0.037, middle=0.207, high=0.364, difference=0.159),
 }
 # Middle 90 % of a normal distribution, in standard deviations.
@@ -86,22 +86,19 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
 
 
 def late_s(plan: Plan, workload: Workload, profile: ClusterProfile) -> float:
-    """Return the mean time [s] that varying passes add to a step, by the largest `deviation_s` of a stage's layers."""
+    """Return the mean time [s] that varying passes add to a step."""
     costs, stages = prepared_for(plan, workload, profile), len(plan.stages)
     located = check_plan(plan, costs)
-    deviations = [
-        max(max(costs.sums(*one, len(each.replicas)).deviation_s[each.first : each.last + 1]) for one in each.replicas)
-        for each in located
-    ]
+    deviations = [max(costs.sums(*one, len(each.replicas)).deviation_s for one in each.replicas) for each in located]
     if not any(deviations):
         return 0.0
     count = min(plan.num_microbatches, max(stages, _PASSES // (2 * stages)))
-    whole, exposed = (price_stages(located, count, one) for one in (costs.without_head_starts, costs))
-    messages, left = (whole.there_s, whole.back_s), (exposed.there_s, exposed.back_s)
-    ahead = tuple([one - other for one, other in zip(*both)] for both in zip(messages, left))
-    given = plan.schedule, count, (whole.forward_s, whole.backward_s)
+    found = price_stages(located, count, costs)
+    left = found.there_s, found.back_s
+    ahead = tuple([one - other for one, other in zip(*both)] for both in zip(found.sent_s, left))
+    given = plan.schedule, count, (found.forward_s, found.backward_s)
     usual, varied = (
-        varied_steps_s(*given, by, messages, (ahead[0], ahead[1]), steps).mean()
+        varied_steps_s(*given, by, found.sent_s, (ahead[0], ahead[1]), steps).mean()
         for by, steps in (([0.0] * stages, 1), (deviations, _STEPS))
     )
     return max(0.0, float(varied - usual)) * plan.num_microbatches / count

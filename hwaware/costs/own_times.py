@@ -16,7 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device
-from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, measured_time
+from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, joint_deviation_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
 from hwaware.records import Record
@@ -152,8 +152,7 @@ def _mean(times: Sequence[MeasuredTime]) -> MeasuredTime:
 
     names = ("forward_s", "backward_s", "update_s", "memory_bytes")
     means = {name: statistics.fmean(known(name)) for name in names if known(name)}
-    squares = [one**2 for one in known("deviation_s")]
-    deviation_s = math.sqrt(statistics.fmean(squares)) if squares else None
+    deviation_s = joint_deviation_s(known("deviation_s"))
     return MeasuredTime(**means, deviation_s=deviation_s, spread=max(known("spread"), default=None))
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.cards import Cards
-from hwaware.costs.compute import is_split, layer_times_s, measured_time
+from hwaware.costs.compute import is_split, joint_deviation_s, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduces_s, ring_pairs, update_time_s
 from hwaware.costs.links import Links, exposed_time_s
@@ -51,7 +51,7 @@ class ReplicaSums(NamedTuple):
     activation_bytes: List[float]  # of each microbatch in flight, on each device
     batch_bytes: List[float]  # the samples of each microbatch of the step, on each device
     scratch_bytes: List[float]  # no sum, but each layer's; a stage needs that of the layer with most
-    deviation_s: List[float]  # no sum either: how much each layer's pass varies; a stage takes the largest
+    deviation_s: float  # no sum either: how much passes vary
     update_bytes: List[float]  # beside what stays, on each device
     common: Sequence[CommonBytes]  # bytes that `resident_bytes` and `update_bytes` count too often
     pass_s: float  # overhead of each forward and each backward pass of a stage, on the slowest device
@@ -257,7 +257,7 @@ class PreparedCosts:
             ]
             for device in unlike
         ]
-        deviations = [[0.0 if one is None else one.deviation_s or 0.0 for one in known] for known in kinds.values()]
+        deviations = [[None if one is None else one.deviation_s for one in known] for known in kinds.values()]
         memory = {
             kind: np.array([layer_memory_bytes(one, kind, self.schedule, share, replicas, group) for one in layers])
             for kind in kinds
@@ -272,7 +272,8 @@ class PreparedCosts:
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
             scratch_bytes=np.max([found[:, 1] for found in memory.values()], axis=0).tolist(),
-            deviation_s=np.max(deviations, axis=0).tolist(),
+            # Passes of a device vary nearly alike, whatever they compute. A single layer's deviation is uncertain.
+            deviation_s=max(joint_deviation_s(known) or 0.0 for known in deviations),
             update_bytes=_running(next(iter(memory.values()))[:, 2]),  # alike for all kinds
             common=tuple(common_bytes(self.workload, self.schedule, group)),
             pass_s=max(device.pass_s or 0.0 for device in records),

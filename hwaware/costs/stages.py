@@ -202,7 +202,7 @@ def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatche
     first, end, replicas, count = stage.first, stage.last + 1, stage.replicas, len(stage.replicas)
     split = [LocatedStage(first, stage.last, (one,)) for one in replicas]
     alone = [price_stage(one, costs, num_microbatches, in_flight, count) for one in split]
-    deviations = [max(costs.sums(*one, count).deviation_s[first:end]) for one in replicas]
+    deviations = [costs.sums(*one, count).deviation_s for one in replicas]
     fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
     forward_s = _slowest_s([price.forward_s for price in alone], deviations)
     if costs.schedule == "inference":
@@ -221,7 +221,7 @@ def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatche
 def _slowest_s(seconds: Sequence[float], deviations: Sequence[float]) -> float:
     if not any(deviations):  # nothing was timed: no arrays for one number
         return max(seconds)
-    return float(slowest_s([np.array(one) for one in seconds], [np.array(one) for one in deviations], len(seconds)))
+    return float(slowest_s([np.array(one) for one in seconds], deviations, len(seconds)))
 
 
 def _parts(s: ReplicaSums, first: Any, end: Any, num_microbatches: int) -> Tuple[Any, ...]:
@@ -263,7 +263,7 @@ def stage_table(
         *times, twice, kept, batches, new = _parts(ReplicaSums(*arrays), first, end, num_microbatches)
         for found, own in zip(seconds, times):
             found.append(ranges(own))
-        deviations.append(_most(s.deviation_s))
+        deviations.append(s.deviation_s)
         shared = ranges(kept), ranges(batches), _most(s.scratch_bytes), ranges(new)
         stay = [ranges(one[end] - one[first] - twice) for one in unlike.values()]
         memory += [_most_in_flight(limit, one, *shared) for (_, limit), one in zip(unlike, stay)]

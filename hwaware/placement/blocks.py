@@ -122,7 +122,6 @@ class BlockCosts(PreparedCosts):
             **running,
             resident_bytes=[np.take(resident, edges).tolist() for resident in s.resident_bytes],
             scratch_bytes=np.maximum.reduceat(s.scratch_bytes, edges[:-1]).tolist(),
-            deviation_s=np.maximum.reduceat(s.deviation_s, edges[:-1]).tolist(),
             common=[pair._replace(first=self._block(pair.first), last=self._block(pair.last)) for pair in s.common],
         )
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import statistics
+
 import msgspec
 import numpy as np
 import pytest
-from builders import device, layer, timed
+from builders import ROOT, device, layer, timed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.costs.compute import BACKWARD_PASSES, FORWARD_PASSES, layer_times_s
+from hwaware.costs.compute import BACKWARD_PASSES, FORWARD_PASSES, UNMEASURED_SHARE, layer_times_s
+from hwaware.result import BenchmarkResult
 from hwaware.workload import MeasuredTime
 
 CURVE = {1e6: 1e-3, 1e9: 0.1}
@@ -57,7 +61,7 @@ def test_weights_pass_through_memory_whatever_the_share():
     halved, curve = times(split, box(1e10), group=2), times(split, box(), group=2)
     assert [a - b for a, b in zip(halved, curve)] == pytest.approx([0.005, 0.025])
     measured = msgspec.structs.replace(owned, measured=timed(1.0, 1.0))
-    assert times(measured, box(1e10), share=0.5)[1] == pytest.approx(1.2 * half[1] / 0.25)
+    assert times(measured, box(1e10), share=0.5)[1] == pytest.approx(UNMEASURED_SHARE * half[1] / 0.25)
     assert times(measured, box(1e10))[1] == 1.0
 
 
@@ -66,7 +70,33 @@ def test_measured_times_win_over_both():
     assert times(product(measured=measured), box(1e10)) == (0.7, 0.9)
     half = times(product(measured=measured), box(1e10), share=0.5)
     plain = times(product(), box(1e10), share=0.5)[0] / times(product(), box(1e10))[0]
-    assert half[0] == pytest.approx(1.2 * 0.7 * plain)
+    assert half[0] == pytest.approx(UNMEASURED_SHARE * 0.7 * plain)
+
+
+@pytest.mark.parametrize(("replicas", "low", "middle", "high"), [(2, 1.02, 1.07, 1.13), (4, 1.05, 1.09, 1.16)])
+def test_the_factor_of_unmeasured_shares_is_that_of_recorded_results(replicas, low, middle, high):
+    found = [
+        statistics.fmean(ratios)
+        for path in (ROOT / "benchmarks" / "results").glob("**/*.json")
+        if json.loads(path.read_text()).get("schema") == BenchmarkResult.SCHEMA
+        if (ratios := list(measured_over_unmeasured(BenchmarkResult.load(path), f"{replicas},1")))
+    ]
+    assert len(found) >= 10
+    assert np.quantile(found, [0.1, 0.5, 0.9]) == pytest.approx([low, middle, high], abs=0.006)
+    assert low < UNMEASURED_SHARE < high
+
+
+def measured_over_unmeasured(result, sharding):
+    """Yield for each kind how much longer its shares of layers took than analytic times scale whole layers."""
+    for one in {each.kind: each for each in result.profile.devices}.values():
+        known = [(layer.measured or {}).get(one.kind, {}) for layer in result.workload.layers]
+        if all("1,1" in times and sharding in times for times in known):
+            whole = [
+                msgspec.structs.replace(layer, measured={one.kind: {"1,1": times["1,1"]}})
+                for layer, times in zip(result.workload.layers, known)
+            ]
+            scaled = np.sum(layer_times_s(whole, one, result.workload.dtype, 1 / int(sharding[0]))) / UNMEASURED_SHARE
+            yield sum(times[sharding].forward_s + times[sharding].backward_s for times in known) / scaled
 
 
 def test_a_share_is_priced_between_measured_shares():
@@ -94,7 +124,7 @@ def test_a_group_without_measured_times_takes_those_of_one_device():
     assert times(split, box(), group=2) == pytest.approx((0.9 * 2 ** (-2 / 3), 1.0))
     assert times(split, box(), share=0.5, group=2) == pytest.approx((0.6 * 2 ** (-2 / 3), 0.8 * 2 ** (-2 / 3)))
     alone = msgspec.structs.replace(split, measured={"cpu": {"1,1": whole}})
-    assert times(alone, box(), share=0.5, group=2)[0] == pytest.approx(1.2 * 0.9 * 4 ** (-2 / 3))
+    assert times(alone, box(), share=0.5, group=2)[0] == pytest.approx(UNMEASURED_SHARE * 0.9 * 4 ** (-2 / 3))
     own = msgspec.structs.replace(split, measured={"cpu": {"1,1": whole, "1,2": half}})
     assert times(own, box(), group=2) == (0.6, 0.8)
     assert times(split, device(seconds=CURVE, kind="gpu"), group=2) == times(

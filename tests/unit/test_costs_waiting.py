@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.costs import evaluate
-from hwaware.costs.compute import expected_maximum, slowest_s
+from hwaware.costs.compute import UNMEASURED_SHARE, expected_maximum, slowest_s
 from hwaware.costs.own_times import carried_over
 from hwaware.costs.speed import Correction, at_speed
 from hwaware.workload import MeasuredTime
@@ -19,7 +19,7 @@ TIMES = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)
 
 
 def slowest(seconds, deviation):
-    return float(slowest_s([np.array(each) for each in seconds], [np.array(deviation)] * len(seconds), len(seconds)))
+    return float(slowest_s([np.array(each) for each in seconds], [deviation] * len(seconds), len(seconds)))
 
 
 def drawn(seconds, deviation):
@@ -31,8 +31,8 @@ def drawn(seconds, deviation):
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 64])
 def test_equal_replicas_are_waited_for_as_draws_say(count):
     assert slowest([1.0] * count, 0.1) == pytest.approx(drawn([1.0] * count, 0.1), abs=5e-4)
-    alike = slowest_s([np.array([1.0, 2.0])], [np.array([0.1, 0.0])], count)
-    assert alike == pytest.approx([slowest([1.0] * count, 0.1), 2.0])
+    alike = slowest_s([np.array([1.0, 2.0])], [0.1], count)
+    assert alike == pytest.approx([slowest([each] * count, 0.1) for each in (1.0, 2.0)])
 
 
 @examples(60)
@@ -71,15 +71,15 @@ def price(*replicas, schedule="1f1b"):
 
 def test_a_stage_waits_for_its_slowest_replica_each_time():
     like = price("b:0", "c:0")
-    # Of its two layers the less steady one counts.
-    assert like.forward_s == pytest.approx(2 * 0.5 + 0.1 * expected_maximum(2))
-    assert like.backward_s == pytest.approx(2 * 1.0 + 0.1 * expected_maximum(2))
-    # x was timed with whole microbatches alone, so its half counts 1.2 times, and varies as much as the whole: forward
-    # it takes longer than both together would if they were alike, backward as well.
+    y_squared = (0.0**2 + 0.1**2) / 2  # of all layers on the device
+    assert like.forward_s == pytest.approx(2 * 0.5 + np.sqrt(y_squared) * expected_maximum(2))
+    assert like.backward_s == pytest.approx(2 * 1.0 + np.sqrt(y_squared) * expected_maximum(2))
+    # x was timed with whole microbatches alone, so its half counts UNMEASURED_SHARE times, and varies as much as the
+    # whole: forward it takes longer than both together would if they were alike, backward as well.
     unlike = price("a:0", "b:0")
-    together = np.sqrt((0.3**2 + 0.1**2) / 2) * expected_maximum(2)
-    assert unlike.forward_s == pytest.approx(max(1.2 * 2 * 0.5, 2 * 0.5 + together))
-    assert unlike.backward_s == pytest.approx(max(1.2 * 2 * 1.0, 2 * 1.0 + together))
+    together = np.sqrt((0.3**2 + y_squared) / 2) * expected_maximum(2)
+    assert unlike.forward_s == pytest.approx(max(UNMEASURED_SHARE * 2 * 0.5, 2 * 0.5 + together))
+    assert unlike.backward_s == pytest.approx(max(UNMEASURED_SHARE * 2 * 1.0, 2 * 1.0 + together))
     forward_only = price("b:0", "c:0", schedule="inference")
     assert (forward_only.forward_s, forward_only.backward_s) == (pytest.approx(like.forward_s), 0.0)
 

@@ -14,6 +14,7 @@ from builders import card, cluster, device, layer, link, seeds, thinned, timed, 
 
 import hwaware
 from hwaware.costs import PreparedCosts, evaluate
+from hwaware.costs.compute import UNMEASURED_SHARE
 from hwaware.placement import exact, ways
 from hwaware.placement.bounds import fluid_bound_s, least_objective_s
 from hwaware.placement.kinds import kinds_bound_s
@@ -203,9 +204,10 @@ def test_a_device_a_little_slower_than_its_kind_is_a_replica():
     model, three = workload([layer(measured=slow)], microbatch_size=2), cluster("abc")
     found = hwaware.plan(model, three, num_microbatches=2)
     assert (found.status, set(found.stages[0].devices)) == ("optimal", {"a:0", "b:0"})
-    # Half of each of two microbatches takes b 1.2 / 2 of its time for a whole one, as no time of a half is known.
-    assert found.predicted_step_s == pytest.approx(1.2 * 0.321)
-    assert hwaware.simulate(found, model, three).step_s == pytest.approx(1.2 * 0.321)
+    # Half of each of two microbatches takes b UNMEASURED_SHARE / 2 of its time for a whole one: no time of a half is
+    # known.
+    assert found.predicted_step_s == pytest.approx(UNMEASURED_SHARE * 0.321)
+    assert hwaware.simulate(found, model, three).step_s == pytest.approx(UNMEASURED_SHARE * 0.321)
 
     def rule(replicas, first, last):
         return all(one.kind == "cpu" for devices in replicas for one in devices)  # as the profile says

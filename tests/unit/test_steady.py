@@ -118,6 +118,42 @@ def test_passes_that_do_not_vary_change_nothing(three):
     assert (steady.stages, steady.status) == (cheapest.stages, "optimal")
 
 
+def like_devices(own=None, slow_link=None):
+    """Return two layers and four devices of one kind, some with times of their own, and one link much slower."""
+    times = {kind: {"1,1": MeasuredTime(forward_s=s, backward_s=s)} for kind, s in {"cpu": 0.1, **(own or {})}.items()}
+    profile = cluster([device(f"{name}:0", 1.0) for name in "abcd"], between=(1e9, 1e-5))
+    links = tuple(
+        msgspec.structs.replace(link, bandwidth_bytes_per_s=1e5) if {link.source, link.target} == slow_link else link
+        for link in profile.links
+    )
+    return Workload.uniform(layers=2, output_bytes=1e5, measured=times), msgspec.structs.replace(profile, links=links)
+
+
+def on_devices(*names):
+    """Return a plan with a layer on each device."""
+    stages = [Stage(layers=(k, k), replicas=(Replica(devices=(name,)),)) for k, name in enumerate(names)]
+    return Plan(num_microbatches=8, stages=tuple(stages))
+
+
+@pytest.mark.parametrize(
+    ("own", "slow_link", "expected"),
+    [
+        ({}, None, ["a:0", "b:0"]),
+        ({"d:0": 0.0995}, None, ["a:0", "b:0"]),  # less than 1 % of the step
+        ({"a:0": 0.101}, None, ["a:0", "b:0"]),
+        ({"a:0": 0.11}, None, ["b:0", "c:0"]),
+        ({}, {"a", "b"}, ["a:0", "c:0"]),
+    ],
+)
+def test_like_devices_are_taken_in_the_order_of_the_profile(own, slow_link, expected):
+    workload, profile = like_devices(own, slow_link)
+    for names in (("d:0", "c:0"), ("b:0", "d:0")):
+        found = steadiest(on_devices(*names), workload, profile)
+        assert [stage.devices[0] for stage in found.stages] == expected
+        assert found.predicted_step_s == evaluate(found, workload, profile).step_s
+        assert found.predicted_step_s <= 1.01 * evaluate(on_devices(*names), workload, profile).step_s
+
+
 def test_a_rule_holds(three):
     def no_layers_alone(groups, first, last):
         return last > first
@@ -140,7 +176,7 @@ def test_a_hand_made_pipeline_waits_more_than_one_device():
     workload = uneven(0, 0.4)
     profile = cluster([device("a:0", 1.0, kind="a"), device("b:0", 1.0, kind="a")], between=(1e12, 1e-9))
     one = Plan(num_microbatches=8, stages=(Stage(layers=(0, 5), replicas=(Replica(devices=("a:0",)),)),))
-    two = plan(workload, profile, num_microbatches=8)
+    two = plan(workload, profile, num_microbatches=8, rule=lambda replicas, first, last: len(replicas) == 1)
     waits = [likely_s(each, workload, profile) / evaluate(each, workload, profile).step_s for each in (one, two)]
     assert len(two.stages) == 2
     assert waits[1] > waits[0]
