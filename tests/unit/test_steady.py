@@ -139,9 +139,9 @@ def on_devices(*names):
     ("own", "slow_link", "expected"),
     [
         ({}, None, ["a:0", "b:0"]),
-        ({"d:0": 0.0995}, None, ["a:0", "b:0"]),  # less than 1 % of the step
-        ({"a:0": 0.101}, None, ["a:0", "b:0"]),
-        ({"a:0": 0.11}, None, ["b:0", "c:0"]),
+        ({"d:0": 0.0999}, None, ["a:0", "b:0"]),  # less than 0.3 % of the step
+        ({"a:0": 0.1001}, None, ["a:0", "b:0"]),
+        ({"a:0": 0.101}, None, ["b:0", "c:0"]),
         ({}, {"a", "b"}, ["a:0", "c:0"]),
     ],
 )
@@ -151,7 +151,7 @@ def test_like_devices_are_taken_in_the_order_of_the_profile(own, slow_link, expe
         found = steadiest(on_devices(*names), workload, profile)
         assert [stage.devices[0] for stage in found.stages] == expected
         assert found.predicted_step_s == evaluate(found, workload, profile).step_s
-        assert found.predicted_step_s <= 1.01 * evaluate(on_devices(*names), workload, profile).step_s
+        assert found.predicted_step_s <= 1.003 * evaluate(on_devices(*names), workload, profile).step_s
 
 
 def test_a_rule_holds(three):
