@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional
 
 from hwaware import host_devices
 from hwaware.calibration.cache import AGAIN
+from hwaware.costs.compute import joint_deviation_s
 from hwaware.host_load import BUSY, busy_share
 from hwaware.runtime import mesh
 
@@ -74,7 +75,7 @@ def together(timings: Sequence[Timing]) -> Timing:
     """Join timings of a program on several devices: all readings, and the root mean square of the deviations."""
     return Timing(
         tuple(itertools.chain.from_iterable(timing.readings_s for timing in timings)),
-        math.sqrt(statistics.fmean(timing.deviation_s**2 for timing in timings)),
+        joint_deviation_s(timing.deviation_s for timing in timings) or 0.0,
     )
 
 

@@ -187,7 +187,7 @@ def _of_share_s(curve: Dict[float, MeasuredTime], share: float, name: str) -> Op
 
 
 def joint_deviation_s(deviations_s: Iterable[Optional[float]]) -> Optional[float]:
-    """Return the root mean square of the known deviations; None without any.
+    """Return the root mean square [s] of the known deviations; None without any.
 
     Example:
         >>> joint_deviation_s([3.0, None, 4.0]) == 12.5**0.5, joint_deviation_s([None])
