@@ -24,7 +24,6 @@ import hwaware
 from hwaware import ClusterProfile, Plan, autoload
 from hwaware.bench import testbed
 from hwaware.bench.harness import measure as measure_in_turn
-from hwaware.bench.testbed.scenarios import scenario_from_toml
 from hwaware.bench.training import TrainingRun
 from hwaware.reference_kernel import kernel_reference
 
@@ -160,33 +159,16 @@ def without_evidence(record: Dict[str, Any]) -> Dict[str, Any]:
     return {name: value for name, value in record.items() if name != "evidence"}
 
 
-def without_names(name: str, mapping: str) -> List[Any]:
-    """Return a mapping's layers, shares of hosts, and rates between neighbours: equal for equivalent mappings."""
-    scenario = scenario_from_toml(SCENARIOS[name].encode(), name, name)
-    stages = [stage.split(" on ") for stage in mapping.split(", ")]
-    hosts = [[device.split(":")[0] for device in devices.split("+")] for _, devices in stages]
-    rates = [
-        sorted(scenario.rate_mbit(*pair) for a in left for b in right for pair in ((a, b), (b, a)))
-        for left, right in zip(hosts, hosts[1:])
-    ]
-    return [[layers for layers, _ in stages], [sorted(scenario.shares[host] for host in each) for each in hosts], rates]
-
-
 def described(row: Dict[str, Any]) -> str:
     """Return a row's ratios in words."""
     rounds = row["rounds"]
-    mappings = [[without_names(row["testbed"], one[by]["mapping"]) for by in ("default", "measured")] for one in rounds]
-    unlike = [
-        f"{one['ratio']:.3f}" + " (equivalent)" * (default == full)
-        for one, (default, full) in zip(rounds, mappings)
-        if one["ratio"] is not None
-    ]
+    ratios = [f"{one['ratio']:.3f}" for one in rounds if one["ratio"] is not None]
     starts = [one["default"] for one in rounds] + [rounds[0]["default-again"]]
     errors = sorted(statistics.median(start["step_s"]) / start["predicted_s"] for start in starts)
     seconds = [one["default-again"]["first_s"] / one["model"]["first_s"] for one in rounds]
     return (
-        f"{row['testbed']} {row['program']}: the mapping of a full calibration in {len(rounds) - len(unlike)} of "
-        f"{len(rounds)} rounds, in the others steps {', '.join(unlike) or 'none'} times as long; step over "
+        f"{row['testbed']} {row['program']}: the mapping of a full calibration in {len(rounds) - len(ratios)} of "
+        f"{len(rounds)} rounds, in the others steps {', '.join(ratios) or 'none'} times as long; step over "
         f"the prediction, the median start {statistics.median(errors):.3f} "
         f"({errors[0]:.3f} to {errors[-1]:.3f}); second start over costs=model "
         f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
