@@ -301,6 +301,14 @@ def test_what_is_not_nccls_is_one_message(content, message, tmp_path):
     assert message in refused("nccl-tests", content.encode("latin-1"), tmp_path)
 
 
+def test_a_result_of_0_bytes_is_left_out(imported, tmp_path):
+    profile, _ = imported("nccl-tests", json.dumps(json_log("sendrecv", size=0)))
+    assert [sample.bytes for sample in between(profile, "h0:0", "h1:0").samples] == [2048]
+    document = json_log("sendrecv", size=0)
+    document["results"].pop()
+    assert "no device or no result" in refused("nccl-tests", json.dumps(document), tmp_path)
+
+
 def test_nccl_tests_of_other_hosts_are_refused(tmp_path):
     cluster(FOUR).save(tmp_path / "c.json")
     text = log(listed=ranks(("h0", "h0", "h7", "h7")))
