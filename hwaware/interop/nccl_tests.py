@@ -304,8 +304,8 @@ class _Log:
 
 def _agree(size: str, scale: float, time: str, algbw: str) -> bool:
     """Return True if algbw is the bytes over the time, as rounded to two decimals of GB/s."""
-    seconds, rate = positive(time), positive(algbw) or 0.0
-    return seconds is not None and abs(int(size) / (seconds * scale) / 1e9 - rate) <= 0.006 + 0.02 * rate
+    seconds, rate = (positive(time) or 0.0) * scale, positive(algbw) or 0.0
+    return seconds > 0 and abs(int(size) / seconds / 1e9 - rate) <= 0.006 + 0.02 * rate
 
 
 def _from_json(path: str, found: Sequence[Dict[str, Any]]) -> List[_Table]:

@@ -295,6 +295,7 @@ def test_sendrecv_gives_links(imported):
     (json.dumps(json_log(out_of_place={"cpu_time": 3.0})), "CPU times"),
     (json.dumps({"nccl_version": 1, "results": []}), "no 'config'"),
     (json.dumps({"nccl_version": 1, "config": {"devices": [{"rank": "x"}]}, "args": ["all_reduce_perf"]}), "no rank"),
+    (log(table=[next(rows((1024,))).split(" 10.00 ")[0], " 1e-320 0.1 0.1 0"]), "no device or no result"),
     (log(table=rows((10**15,), (1e-9,)), program="alltoall").replace("    0.00 ", "  1e+30 "), "hardware"),
 ])  # fmt: skip
 def test_what_is_not_nccls_is_one_message(content, message, tmp_path):
