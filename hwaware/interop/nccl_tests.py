@@ -8,7 +8,8 @@ In sendrecv, each rank sends to the next and receives from the previous one, all
 is that of the slowest link of the ring. In a ring of two ranks, the link is busy in both directions.
 
 Versions differ in columns. Tables have `error`, a difference, or `#wrong`, a count, and since 2.13 `root`. The line
-"Out of bounds values : 0 OK" after a table decides if results are right. JSON is of version 1 (src/util.cu).
+"Out of bounds values : 0 OK" after a table decides if results are right, and `out_of_bounds` in JSON. JSON is of
+version 1 (src/util.cu).
 """
 
 from __future__ import annotations
@@ -278,11 +279,7 @@ class _Log:
     def _judge(self, verdict: Any) -> None:
         open_ones = [draft for draft in self._drafts if not draft["checked"]]
         if verdict.group(2) == "FAILED" and open_ones:
-            raise RecordError(
-                f"{self._path} is not usable: nccl-tests found {verdict.group(1)} wrong values in "
-                f"table {len(self._drafts)}.",
-                "find the faulty device or link, and run nccl-tests again.",
-            )
+            raise _wrong_values(self._path, verdict.group(1), f"in table {len(self._drafts)}")
         for draft in open_ones:
             draft["checked"] = True
 
@@ -300,6 +297,13 @@ class _Log:
             )
             for number, draft in enumerate(drafts, 1)
         ]
+
+
+def _wrong_values(path: str, count: str, place: str) -> RecordError:
+    return RecordError(
+        f"{path} is not usable: nccl-tests found {count[:20]} wrong values {place}.",
+        "find the faulty device or link, and run nccl-tests again.",
+    )
 
 
 def _agree(size: str, scale: float, time: str, algbw: str) -> bool:
@@ -328,6 +332,9 @@ def _from_json(path: str, found: Sequence[Dict[str, Any]]) -> List[_Table]:
         programs = list(dict.fromkeys(_PROGRAM.findall(arguments)))
         op = OPERATIONS.get(programs[0], programs[0]) if len(programs) == 1 else None
         rows = tuple(_json_rows(path, entries(document.get("results"))))
+        verdict = table(document.get("out_of_bounds"))
+        if verdict.get("okay") in (False, "false"):
+            raise _wrong_values(path, str(verdict.get("count")), f"in table {number}")
         made.append(_Table(number, 1, op, tuple(ranks), rows))
     return made
 
@@ -442,10 +449,7 @@ def _curves(path: str, one: _Table) -> Dict[str, Tuple[Tuple[float, float], ...]
     for row in one.rows:
         count = positive(row.wrong)
         if count is not None or (row.wrong.startswith("-") and row.wrong != "-"):
-            raise RecordError(
-                f"{path} is not usable: nccl-tests found {row.wrong[:20]} wrong values at {row.size} bytes.",
-                "find the faulty device or link, and run nccl-tests again.",
-            )
+            raise _wrong_values(path, row.wrong, f"at {row.size} bytes")
         if len(redops) == 1 or row.redop == "sum":
             found.setdefault(row.dtype, {}).setdefault(row.size, []).append(row.seconds)
     return {

@@ -147,6 +147,9 @@ def test_the_verdict_decides_not_the_error_column(imported, tmp_path):
     assert "found 7.0 wrong" in refused(
         "nccl-tests", json.dumps(json_log(in_place=None, out_of_place={"time": 1.0, "nwrong": 7.0})), tmp_path
     )
+    in_place_only = {**json_log(), "out_of_bounds": {"count": 5, "okay": "false"}}
+    assert "found 5 wrong values in table 1" in refused("nccl-tests", json.dumps(in_place_only), tmp_path)
+    imported("nccl-tests", json.dumps({**json_log(), "out_of_bounds": {"count": 0, "okay": "true"}}))
 
 
 def test_the_first_versions_had_milliseconds(imported):
