@@ -281,7 +281,8 @@ class _Log:
         if verdict.group(2) == "FAILED" and open_ones:
             raise _wrong_values(self._path, verdict.group(1), f"in table {len(self._drafts)}")
         for draft in open_ones:
-            draft["checked"] = True
+            if draft["ranks"] is self._ranks:  # a run that was cut off before has no verdict
+                draft["checked"] = True
 
     def tables(self) -> List[_Table]:
         """Return all tables with rows."""

@@ -254,6 +254,15 @@ def test_what_is_whole_of_a_cut_file_is_taken(imported):
     assert "middle of a document" in said
 
 
+def test_a_later_run_gives_no_verdict_on_one_that_was_cut_off(imported):
+    whole = log()
+    text = whole[: whole.index("        2048")] + log("all_gather")
+    profile, said = imported("nccl-tests", text, into=cluster(FOUR))
+    assert {one.op: len(one.points) for one in profile.collectives} == {"all-reduce": 1, "all-gather": 2}
+    assert "table 1 (line 11) ends after 1 rows" in said
+    assert "table 2" not in said
+
+
 def test_messages_of_nccl_between_the_halves_of_a_row(imported):
     lines = log().split("\n")
     place = next(k for k, line in enumerate(lines) if line.startswith("        1024"))
