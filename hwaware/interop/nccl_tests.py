@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections import Counter
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import LinkSample
@@ -386,14 +387,19 @@ def _require_no_clash(path: str, tables: Sequence[_Table]) -> None:
 
 def _groups(path: str, one: _Table) -> List[Tuple[Tuple[End, ...], Tuple[str, ...]]]:
     """Return the members of each group of ranks, and their kinds of device."""
-    numbers = [rank.rank for rank in one.ranks]
-    if len(set(numbers)) < len(numbers):
+    if not one.ranks:
         raise RecordError(
-            f"{path} is not usable: {numbers.count(min(numbers))} processes say Rank {min(numbers)} in {one.shown()}. "
+            f"{path} is not usable: {one.shown()} has no list of devices before it.",
+            "give the whole output; or choose another table, if the file has several: --table NUMBER.",
+        )
+    [(number, count)] = Counter(rank.rank for rank in one.ranks).most_common(1)
+    if count > 1:
+        raise RecordError(
+            f"{path} is not usable: {count} processes say Rank {number} in {one.shown()}. "
             "So nccl-tests was built without MPI, and each process measured its own devices alone.",
             "build nccl-tests with MPI=1, and run it again.",
         )
-    if len(numbers) == 1:
+    if len(one.ranks) == 1:
         raise RecordError(
             f"{path} is not usable: {one.shown()} is of a group of one device, which sends nothing.",
             "run nccl-tests on several devices; on several hosts, build it with MPI=1.",

@@ -227,6 +227,8 @@ def test_a_build_without_mpi_is_refused_with_the_reason(tmp_path):
     message = refused("nccl-tests", interleaved, tmp_path)
     assert "2 processes say Rank 0" in message
     assert "MPI=1" in message
+    message = refused("nccl-tests", log(listed=ranks(numbers=(0, 1, 1, 2))), tmp_path)
+    assert "2 processes say Rank 1" in message
     one_by_one = log(listed=ranks(("a",), (0,))) + log(listed=ranks(("b",), (0,)))
     message = refused("nccl-tests", one_by_one, tmp_path)
     assert "group of one device" in message
@@ -320,6 +322,13 @@ def test_a_result_of_0_bytes_is_left_out(imported, tmp_path):
     document = json_log("sendrecv", size=0)
     document["results"].pop()
     assert "no device or no result" in refused("nccl-tests", json.dumps(document), tmp_path)
+
+
+def test_a_table_without_devices_is_refused_by_its_number(imported, tmp_path):
+    text = log() + log("all_gather", listed=["#"])
+    assert "table 2 (line 25) has no list of devices" in refused("nccl-tests", text, tmp_path)
+    profile, _ = imported("nccl-tests", text, into=cluster(FOUR), options=("--table", "1"))
+    assert [one.op for one in profile.collectives] == ["all-reduce"]
 
 
 def test_nccl_tests_of_other_hosts_are_refused(tmp_path):
