@@ -151,20 +151,20 @@ def read(path: str, text: str, found: Documents, op: Optional[str] = None, only:
     ]
     _require_no_clash(path, known)
     devices: Dict[End, FoundDevice] = {}
-    links: List[FoundLink] = []
+    links: List[Tuple[_Table, FoundLink]] = []
     collectives: List[FoundCollective] = []
     for one in known:
         for members, kinds in _groups(path, one):
             devices.update({end: FoundDevice(end, kind) for end, kind in zip(members, kinds)})
             for dtype, points in _curves(path, one).items():
                 if one.op == "send":
-                    links += _ring(members, points)
+                    links += [(one, link) for link in _ring(members, points)]
                 else:
                     unit = len(members) if one.op == "all-to-all" else 1
                     scaled = tuple(LinkSample(bytes=size * unit, seconds=seconds) for size, seconds in points)
                     collectives.append(FoundCollective(str(one.op), members, dtype, scaled))
     return Reading(
-        PROGRAM, path, tuple(devices.values()), _once(links), tuple(collectives), tuple(dict.fromkeys(remarks))
+        PROGRAM, path, tuple(devices.values()), _once(path, links), tuple(collectives), tuple(dict.fromkeys(remarks))
     )
 
 
@@ -485,14 +485,20 @@ def _ring(members: Tuple[End, ...], points: Sequence[Tuple[float, float]]) -> It
     return [FoundLink(a, b, rate, latency_s, samples, facts=facts) for a, b in dict.fromkeys(pairs)]
 
 
-def _once(links: Sequence[FoundLink]) -> Tuple[FoundLink, ...]:
+def _once(path: str, found: Sequence[Tuple[_Table, FoundLink]]) -> Tuple[FoundLink, ...]:
     """Return one link for each pair of ends: of several data types, the one with the most sizes."""
-    best: Dict[Tuple[End, End], FoundLink] = {}
-    for link in links:
-        before = best.get((link.source, link.target))
-        if before is None or len(before.samples) < len(link.samples):
-            best[link.source, link.target] = link
-    return tuple(best.values())
+    best: Dict[Tuple[End, End], Tuple[_Table, FoundLink]] = {}
+    for one, link in found:
+        first, before = best.setdefault((link.source, link.target), (one, link))
+        if first is not one and first.ranks != one.ranks:  # neither table is better than the other
+            raise RecordError(
+                f"{path} has several tables of send from {link.source.shown()} to {link.target.shown()}: "
+                f"{first.shown()}, {one.shown()}.",
+                "choose one: --table NUMBER.",
+            )
+        if len(before.samples) < len(link.samples):
+            best[link.source, link.target] = (one, link)
+    return tuple(link for _, link in best.values())
 
 
 def bus_factor(op: str, members: int) -> Optional[float]:

@@ -180,6 +180,17 @@ def test_tables_of_other_settings_are_refused_or_chosen(imported, tmp_path):
     assert "not a table 3" in refused("nccl-tests", both, tmp_path, "--table", "3")
 
 
+def test_tables_of_other_rings_over_the_same_hosts_are_refused_or_chosen(imported, tmp_path):
+    first = log("sendrecv", listed=ranks(("a", "b"), (0, 0)), table=rows((1 << 30,), (89498.0,)))
+    both = first + log("sendrecv", listed=ranks(("a", "b"), (1, 1)), table=rows((1 << 30,), (44749.0,)))
+    message = refused("nccl-tests", both, tmp_path)
+    assert "has several tables of send from a to b: table 1 (line 9), table 2 (line 23)." in message
+    profile, _ = imported("nccl-tests", both, options=("--table", "2"))
+    assert between(profile, "a:1", "b:1").bandwidth_bytes_per_s == pytest.approx(24e9, rel=0.01)
+    unlike = first + log("sendrecv", listed=ranks(("a", "b"), (0, 0)), table=rows(dtype="half"))
+    assert len(between(imported("nccl-tests", unlike)[0], "a:0", "b:0").samples) == 2
+
+
 def test_one_point_a_size(imported):
     table = [*rows(), *rows(times=(20.0, 22.5)), *rows(times=(11.0, 13.0)), *rows(times=(99.0, 99.0), redop="max")]
     profile, _ = imported("nccl-tests", log(table=[*table, *rows(dtype="half")]), into=cluster(FOUR))
