@@ -160,8 +160,10 @@ class _New(_Known):
 
     def _add(self, end: End, device: FoundDevice) -> None:
         own = self._devices[self._place(end, make=True)]
-        if end.device is not None and (end.device not in own or not own[end.device].kind):
-            own[end.device] = device
+        if end.device is not None:
+            known = own.get(end.device, device)
+            rate = known.memory_bandwidth_bytes_per_s or device.memory_bandwidth_bytes_per_s
+            own[end.device] = FoundDevice(end, known.kind or device.kind, rate)
 
     def _place(self, end: End, make: bool = False) -> int:
         names = list(end.names) or [end.role]

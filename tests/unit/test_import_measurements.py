@@ -436,6 +436,9 @@ def test_p2p_becomes_directed_links_of_one_host(imported):
     assert (first.kind, first.memory_bandwidth_bytes_per_s) == ("NVIDIA GeForce RTX 4090", 912.68e9)
     assert (second.memory_bytes, first.samples["assumed"]) == (16 * 10**9, ["throughput", "memory_bytes"])
     assert "latency" not in said
+    unnamed, _ = imported("p2p", "\n".join(line for line in P2P.split("\n") if not line.startswith("Device:")))
+    assert [device.kind for device in unnamed.devices] == ["unknown", "unknown"]
+    assert [device.memory_bandwidth_bytes_per_s for device in unnamed.devices] == [912.68e9, 922.37e9]
 
 
 def test_tables_of_p2p_in_their_order_of_worth(imported):
