@@ -136,7 +136,8 @@ def with_names(reading: Reading, roles: Mapping[str, str], renamed: Mapping[str,
     def named(end: End) -> End:
         if end.role in roles:
             return end._replace(names=(roles[end.role],), is_given=True)
-        return end._replace(names=tuple(renamed.get(name, name) for name in end.names))
+        first = sorted(end.names, key=lambda name: name not in renamed)  # a new profile takes the first name
+        return end._replace(names=tuple(renamed.get(name, name) for name in first))
 
     return reading._replace(
         devices=tuple(one._replace(end=named(one.end)) for one in reading.devices),

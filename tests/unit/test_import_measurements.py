@@ -371,6 +371,8 @@ def test_hosts_may_be_renamed(imported):
     text = log(listed=ranks(("pod-0", "pod-0", "pod-1", "pod-1")))
     options = ("--rename", "pod-0=h0", "--rename", "pod-1=h1")
     assert imported("nccl-tests", text, into=cluster(FOUR), options=options)[0].collectives
+    by_address, _ = imported("iperf3", json.dumps(iperf3_test()), options=("--rename", "10.0.0.1=h0"))
+    assert [host.name for host in by_address.hosts] == ["h0", "two"]
 
 
 def test_bus_bandwidth_is_nccl_tests_own():
