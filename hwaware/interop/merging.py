@@ -161,20 +161,24 @@ class _New(_Known):
     def _add(self, end: End, device: FoundDevice) -> None:
         own = self._devices[self._place(end, make=True)]
         if end.device is not None:
-            known = own.get(end.device, device)
-            rate = known.memory_bandwidth_bytes_per_s or device.memory_bandwidth_bytes_per_s
-            own[end.device] = FoundDevice(end, known.kind or device.kind, rate)
+            own[end.device] = _either(own.get(end.device, device), device)
 
     def _place(self, end: End, make: bool = False) -> int:
         names = list(end.names) or [end.role]
-        place = next((k for k, known in enumerate(self._aliases) if set(known) & set(names)), None)
-        if place is None:
+        places = [k for k, known in enumerate(self._aliases) if not set(known).isdisjoint(names)]
+        if not places:
             assert make
-            place = len(self._aliases)
-            if place == _MOST_HOSTS:
+            places = [len(self._aliases)]
+            if len(self._aliases) == _MOST_HOSTS:
                 raise RecordError(f"The files name more than {_MOST_HOSTS} hosts.", f"{_INTO}.")
             self._aliases.append([])
             self._devices.append({})
+        place, *same = places
+        for other in reversed(same):  # the end has a name of each, so they are one host
+            names += self._aliases.pop(other)
+            own = self._devices[place]
+            for index, device in self._devices.pop(other).items():
+                own[index] = _either(own.get(index, device), device)
         self._aliases[place] += [name for name in names if name not in self._aliases[place]]
         return place
 
@@ -220,6 +224,12 @@ class _New(_Known):
 
     def device(self, end: End, reading: Reading) -> str:
         return f"{self.host(end, reading)}:{end.device or 0}"
+
+
+def _either(one: FoundDevice, other: FoundDevice) -> FoundDevice:
+    """Return the facts of two entries for a device; where both have a fact, the first counts."""
+    rate = one.memory_bandwidth_bytes_per_s or other.memory_bandwidth_bytes_per_s
+    return FoundDevice(one.end, one.kind or other.kind, rate)
 
 
 class _Draft:

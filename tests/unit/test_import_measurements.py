@@ -21,6 +21,7 @@ from hwaware.cluster import ClusterProfile, Collective, Flag, LinkSample, LinkTa
 from hwaware.errors import UnusableInputError
 from hwaware.interop import merged, read
 from hwaware.interop.nccl_tests import OPERATIONS, bus_factor
+from hwaware.interop.readings import End, FoundLink, Reading
 
 
 def run(*arguments):
@@ -734,6 +735,16 @@ def test_a_server_of_iperf3_and_a_client_name_the_same_hosts(imported):
     profile, _ = imported("iperf3", json.dumps(back), json.dumps(served))
     assert [host.name for host in profile.hosts] == ["one", "two"]
     assert {(link.source, link.target) for link in profile.links} == {("one", "two"), ("two", "one")}
+
+
+def test_names_of_a_host_in_several_files_are_joined_in_any_order():
+    """Take one file with the name of a host, another with its address, and a third with both."""
+    names = (("one",), ("1.1.1.1",), ("one", "1.1.1.1"))
+    found = [FoundLink(End(own), End((f"to{k}",)), 1e9) for k, own in enumerate(names)]
+    for order in itertools.permutations(found):
+        profile = merged([Reading("iperf3", f"{k}.txt", links=(link,)) for k, link in enumerate(order)])
+        assert len(profile.hosts) == 4
+        assert len({link.source for link in profile.links}) == 1
 
 
 def test_repeated_keys_of_bidir_and_streams_of_json(imported):
