@@ -260,7 +260,7 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
 def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str) -> Workload:
     """Return the workload, measured on the device `source`, with times for all devices of the profile.
 
-    Devices of one kind whose products differ in speed get times of their own.
+    Devices of one kind whose products differ in speed get times of their own. Layers not measured there stay as is.
 
     Example:
         >>> times = {"cpu-0": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
@@ -280,9 +280,9 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
     groups.sort(key=lambda group: source not in group)  # the device's own group comes first: its times are measured
     named = {name: source if source in group else group[0] for group in groups for name in group}
     split = replace(profile, devices=tuple(replace(one, kind=named[one.id]) for one in profile.devices))
-    layers = (replace(layer, measured={source: (layer.measured or {})[own.kind]}) for layer in workload.layers)
-    carried = carried_over(replace(workload, layers=tuple(layers)), split)
-    times = {name: [(layer.measured or {})[leader] for layer in carried.layers] for name, leader in named.items()}
+    layers = (replace(layer, measured={source: (layer.measured or {}).get(own.kind, {})}) for layer in workload.layers)
+    found = [layer.measured or {} for layer in carried_over(replace(workload, layers=tuple(layers)), split).layers]
+    times = {name: [layer.get(leader, {}) for layer in found] for name, leader in named.items()}
     return with_device_times(workload, profile, times)
 
 

@@ -133,3 +133,12 @@ def test_devices_of_the_measured_kind_with_other_speeds_get_times_of_their_own()
     (made,) = carried_to_devices(workload(measured_layer()), profile, "c:0").layers
     assert made.measured["c:0"]["1,1"].forward_s == 0.3
     assert made.measured["old"]["1,1"].forward_s == pytest.approx(0.15, rel=0.02)
+
+
+def test_a_layer_that_was_not_measured_on_the_device_stays_as_it_is():
+    profile = cluster([device("old"), device("new", 2.0)])
+    elsewhere = measured_layer(kind="other")
+    first, second, third = carried_to_devices(workload(measured_layer(), layer(), elsewhere), profile, "old:0").layers
+    assert sorted(first.measured) == ["new", "old"]
+    assert second.measured is None
+    assert third.measured == elsewhere.measured
