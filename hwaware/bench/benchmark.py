@@ -92,6 +92,10 @@ def named_model(name: str, options: Any) -> NamedModel:
     Raises:
         UnusableInputError: No such model exists, or it refuses a value.
     """
+    if name not in MODELS:
+        raise UnusableInputError(
+            f"There is no built-in model {name!r}; there are {', '.join(MODELS)}.", "name one of these."
+        )
     built_in = "gpt" if name in GPT_SIZES else name
     known = {key: value for key, value in options.items() if hasattr(configure(built_in, {}), key)}
     return NamedModel(name, configure(built_in, {**GPT_SIZES.get(name, {}), **known}))

@@ -107,7 +107,8 @@ def test_what_is_shown_when_a_host_slowed_down_midway(recorded):
     ("arguments", "message"),
     [
         (["nowhere"], "There is no scenario 'nowhere'"),
-        (["two-racks", "--model", "gptt"], "There is no built-in model 'gptt'"),
+        (["two-racks", "--model", "gpt-smal"], "There is no built-in model 'gpt-smal'; there are gpt-small, "),
+        (["two-racks", "--model", "mine:make"], "moe, wresnet. To fix: name one of these.\n"),
         (["two-racks", "--mappings", "hwaware,alpha"], "There is no mapping 'alpha'"),
         (["two-racks", "--model", "mlp", "--experts", "2"], "None of mlp has an option --experts"),
         (["two-racks", "--hidden", "7"], "hidden is 7, expected a multiple of heads"),
