@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Tuple
 
 from hwaware.bench import testbed
+from hwaware.cli._run import cleaning_up_when_terminated
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adapting.json"
@@ -40,6 +41,7 @@ TRACES: Dict[str, List[Tuple[float, Dict[str, float]]]] = {
 WAYS = ("adapts", "stays", "hindsight")
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Measure on a testbed of its own; print the figures, and keep them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

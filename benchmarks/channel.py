@@ -31,6 +31,7 @@ import time
 from typing import Any, Callable, Dict, Iterator, List
 
 from hwaware.bench.statistics import median_interval, ratio_interval
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.encryption import Encryption, new_identity
 from hwaware.greeting import Credentials, new_secret
 from hwaware.runtime.channels import Incoming, channel
@@ -47,6 +48,7 @@ SETTINGS: Dict[str, Dict[str, Any]] = {
 }
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

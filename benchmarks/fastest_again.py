@@ -27,6 +27,7 @@ from hwaware.bench.groups import measure_groups
 from hwaware.bench.mappings import ALPA, OURS, Candidate, Wanted
 from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.task import Effort, opened_task, reusable
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.costs import evaluate
 from hwaware.plans import Plan
 from hwaware.result import BenchmarkResult
@@ -66,6 +67,7 @@ def again(earlier: BenchmarkResult, starts: int, repeats: int) -> BenchmarkResul
                 return make_result(task, earlier.scenario, earlier.model, found, name_best(measured), left_out, loads)
 
 
+@cleaning_up_when_terminated()
 def main() -> None:
     """Measure, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -25,6 +25,7 @@ from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import ratio_interval
 from hwaware.bench.training import TrainingRun
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.patching.choosing import mapping_of
 from hwaware.reference_kernel import kernel_reference
 
@@ -47,6 +48,7 @@ MODELS = {
 }
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Measure; writes the results, prints them, and returns 1 if a bound is not met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -25,6 +25,7 @@ from typing import Any, Dict, List, Tuple
 import hwaware
 from hwaware.bench import testbed
 from hwaware.bench.statistics import starts_interval, starts_ratio_interval
+from hwaware.cli._run import cleaning_up_when_terminated
 
 SCENARIOS = ("fast-and-slow", "four-equal")
 SOLVERS = {"even": "even", "hwaware": "exact"}
@@ -129,6 +130,7 @@ def start(pythons: List[str], scenario: str, plan: Path, name: str, turns: int, 
     return [training.version for training in trainings], found
 
 
+@cleaning_up_when_terminated()
 def main() -> None:
     """Measure both environments in turns; print one row for each scenario and plan."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

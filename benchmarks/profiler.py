@@ -24,6 +24,7 @@ from typing import Any, Dict, List, Tuple
 from hwaware.bench import testbed
 from hwaware.bench.testbed import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.cluster import ClusterProfile
 
 HERE = Path(__file__).parent
@@ -140,6 +141,7 @@ def worst(runs: List[Dict[str, Any]], key: str, error: str = "error") -> float:
     return max(abs(entry[error]) for one in runs for entry in one[key].values())
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Measure, compare, write; exit code 1 where a limit is not kept."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])

@@ -10,6 +10,7 @@ HWAWARE_COSTS=measured. If the two mappings differ, they train in turn, one step
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -18,13 +19,14 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Generator, List, Sequence
 
 import hwaware
 from hwaware import ClusterProfile, Plan, autoload
 from hwaware.bench import testbed
 from hwaware.bench.harness import measure as measure_in_turn
 from hwaware.bench.training import TrainingRun
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.reference_kernel import kernel_reference
 
 PROGRAM = Path(__file__).with_name("program.py")
@@ -127,7 +129,7 @@ def train_in_turn(program: str, profile_path: str, *plans: str) -> None:
     print(json.dumps({"ratio": statistics.median(one / other for one, other in zip(default, full))}))
 
 
-def measure(name: str, text: str, programs: Sequence[str], folder: Path) -> Iterator[Dict[str, Any]]:
+def measure(name: str, text: str, programs: Sequence[str], folder: Path) -> Generator[Dict[str, Any], None, None]:
     """Run programs on one testbed, and yield a row for each."""
     scenario = folder / f"{name}.toml"
     scenario.write_text(text)
@@ -175,6 +177,7 @@ def described(row: Dict[str, Any]) -> str:
     )
 
 
+@cleaning_up_when_terminated()
 def main() -> None:
     """Measure, print the ratios, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -192,12 +195,14 @@ def main() -> None:
         rows = [row for row in rows if row["testbed"] not in testbeds or row["program"] not in programs]
     with tempfile.TemporaryDirectory() as folder:
         for name in testbeds:
-            for row in measure(name, SCENARIOS[name], programs, Path(folder)):
-                rows.append(row)
-                print(described(row), flush=True)
-                if output is not None:  # a run that is cut short keeps its rows
-                    document = {"command": "python benchmarks/programs.py", "rows": rows}
-                    output.write_text(json.dumps(document) + "\n")
+            # Closed here: an exception in this loop would leave the testbed up until the interpreter ends.
+            with contextlib.closing(measure(name, SCENARIOS[name], programs, Path(folder))) as measured:
+                for row in measured:
+                    rows.append(row)
+                    print(described(row), flush=True)
+                    if output is not None:  # a run that is cut short keeps its rows
+                        document = {"command": "python benchmarks/programs.py", "rows": rows}
+                        output.write_text(json.dumps(document) + "\n")
     print("\n".join(map(described, rows)))
 
 

@@ -34,6 +34,7 @@ from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.bench.training import TrainingRun
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.patching import batches
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import kernel_reference, processors_reference_s
@@ -60,6 +61,7 @@ class Bed(NamedTuple):
     profile: Any
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Run the measurements; writes the results and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -31,6 +31,7 @@ from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.training import TrainingRun
+from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.speed import at_speed, medians
 from hwaware.errors import HwawareError
@@ -70,6 +71,7 @@ SHORT_S = 8 * 20e-3
 PLANS = ("hwaware", "alpa-given")
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Measure what is not there yet; every plan's row is kept as soon as there is one. Prints the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

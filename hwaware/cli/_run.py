@@ -56,7 +56,7 @@ def reports_errors(function: F) -> F:
             if kwargs.get("output") is not None:
                 output = kwargs["output"]  # a file, or a folder of some commands
                 require_writable(os.path.join(output, "file") if os.path.isdir(output) else output)
-            with _cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
+            with cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except HwawareError as error:
             click.echo(f"Error: {error}", err=True)
@@ -69,7 +69,7 @@ def reports_errors(function: F) -> F:
 
 
 @contextlib.contextmanager
-def _cleaning_up_when_terminated() -> Iterator[None]:
+def cleaning_up_when_terminated() -> Iterator[None]:
     """Make Ctrl-C, SIGTERM and SIGHUP leave every open context, unless something else handles them.
 
     Python allows handlers in the main thread alone, so other threads change nothing.
