@@ -86,15 +86,39 @@ def size_of(piece: Piece) -> int:
 
 
 def covers(pieces: Iterable[Piece], shape: Sequence[int]) -> bool:
-    """Return True if pieces of one array cover it; pieces must not overlap unless they are equal.
+    """Return True if pieces of one array cover it; pieces of several cuts may overlap.
 
     Example:
         >>> halves = [Piece((1, 0), (start,), (2,), "float32", 0) for start in (0, 2)]
         >>> covers(halves, (4,)), covers(halves[:1], (4,))
         (True, False)
+        >>> covers([halves[0], Piece((1, 0), (1,), (2,), "float32", 0)], (4,))
+        False
     """
-    blocks = {(piece.start, piece.shape) for piece in pieces}
-    return bool(blocks) and sum(math.prod(block) for _, block in blocks) >= math.prod(shape)
+    found = list(pieces)
+    return bool(found) and _numbers_in(found, Box((0,) * len(shape), tuple(shape))) == math.prod(shape)
+
+
+def _numbers_in(pieces: Iterable[Piece], box: Box) -> int:
+    """Return how many numbers of a block are in any of these pieces."""
+    import numpy
+
+    cuts = {_common(piece, box) for piece in pieces if overlaps(piece, box)}
+    # The pieces' edges cut the block into cells: each cell is in a piece as a whole, or not at all.
+    edges = [sorted({edge for cut in cuts for edge in cut[axis]}) for axis in range(len(box.shape))]
+    is_in = numpy.zeros([max(0, len(each) - 1) for each in edges], bool)
+    for cut in cuts:
+        is_in[tuple(slice(each.index(a), each.index(b)) for each, (a, b) in zip(edges, cut))] = True
+    sizes: Any = numpy.ones((), numpy.int64)
+    for each in edges:
+        sizes = numpy.multiply.outer(sizes, numpy.diff(each))
+    return int(sizes[is_in].sum())
+
+
+def _common(piece: Piece, box: Box) -> Tuple[Tuple[int, int], ...]:
+    """Return begin and end of what a piece and a block have in common, in every dimension."""
+    places = zip(piece.start, piece.shape, box.start, box.shape)
+    return tuple((max(a, b), min(a + m, b + n)) for a, m, b, n in places)
 
 
 def assembled(wanted: Wanted, given: Sequence[Tuple[Piece, Any]]) -> List[Any]:
@@ -122,10 +146,10 @@ def assembled(wanted: Wanted, given: Sequence[Tuple[Piece, Any]]) -> List[Any]:
         if box in done:
             continue
         whole = numpy.empty(box.shape, wanted.dtype)
-        filled = 0
         for piece, data in {(piece.start, piece.shape): (piece, data) for piece, data in own}.values():
             if overlaps(piece, box):
-                filled += _copy(piece, data, box, whole)
+                _copy(piece, data, box, whole)
+        filled = _numbers_in((piece for piece, _ in own), box)
         if filled < math.prod(box.shape):
             raise MeasurementError(
                 f"The vaults gave {filled} of {math.prod(box.shape)} numbers of output {wanted.name[1]} of call "
@@ -136,16 +160,14 @@ def assembled(wanted: Wanted, given: Sequence[Tuple[Piece, Any]]) -> List[Any]:
     return [done[box] for box in wanted.boxes]
 
 
-def _copy(piece: Piece, data: Any, box: Box, whole: Any) -> int:
-    """Copy the elements that a piece and a block have in common; return their number."""
+def _copy(piece: Piece, data: Any, box: Box, whole: Any) -> None:
+    """Copy the elements that a piece and a block have in common."""
     import numpy
 
     from hwaware.runtime.manifests import dtype_of
 
     block = numpy.frombuffer(data, dtype_of(piece.dtype), count=math.prod(piece.shape)).reshape(piece.shape)
-    first = [max(a, b) for a, b in zip(piece.start, box.start)]
-    last = [min(a + m, b + n) for a, m, b, n in zip(piece.start, piece.shape, box.start, box.shape)]
-    source = tuple(slice(a - start, b - start) for a, b, start in zip(first, last, piece.start))
-    target = tuple(slice(a - start, b - start) for a, b, start in zip(first, last, box.start))
+    common = _common(piece, box)
+    source = tuple(slice(a - start, b - start) for (a, b), start in zip(common, piece.start))
+    target = tuple(slice(a - start, b - start) for (a, b), start in zip(common, box.start))
     whole[target] = block[source]
-    return math.prod(b - a for a, b in zip(first, last))

@@ -21,7 +21,7 @@ from hwaware.runtime.programs import ProgramFiles
 from hwaware.survival import asking, copier, draining, moving, recipes, recovering, vaults
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, Part, laid_out, opened
-from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
+from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, covers, digest_of
 from hwaware.survival.points import Point
 from hwaware.survival.run import Run
 from hwaware.survival.sending import (
@@ -63,6 +63,26 @@ def test_damaged_and_missing_pieces_are_refused():
     with pytest.raises(MeasurementError, match="gave 2 of 4 numbers"):
         assembled(wanted, [piece((1, 0), (0,), whole[:2])])
     numpy.testing.assert_array_equal(assembled(wanted, [(good, data)])[0], whole)
+
+
+def test_pieces_of_two_cuts_that_leave_a_hole_are_not_the_whole():
+    """After a move, a vault has all pieces of the old cut, and perhaps only some of the new one."""
+    whole = numpy.arange(1, 17, dtype=numpy.float32).reshape(4, 4)
+    rows, columns = ([piece((1, 0), start, whole[at]) for start, at in cut] for cut in (
+        (((0, 0), numpy.s_[:2]), ((2, 0), numpy.s_[2:])),
+        (((0, 0), numpy.s_[:, :2]), ((0, 2), numpy.s_[:, 2:])),
+    ))  # fmt: skip
+    holey = [rows[0], columns[0]]  # as many numbers as the whole, but four of them twice
+    wanted = Wanted((1, 0), 7, whole.dtype, (Box((0, 0), (4, 4)),))
+    assert not covers([one for one, _ in holey], whole.shape)
+    with pytest.raises(MeasurementError, match="gave 12 of 16 numbers"):
+        assembled(wanted, holey)
+    for given in (rows, columns, [*holey, rows[1]]):
+        assert covers([one for one, _ in given], whole.shape)
+        numpy.testing.assert_array_equal(assembled(wanted, given)[0], whole)
+    assert covers([piece((1, 0), (), numpy.ones(()))[0]], ())
+    assert covers([piece((1, 0), (0,), numpy.ones(0))[0]], (0,))
+    assert not covers([], (0,))
 
 
 def test_a_copy_does_not_change_with_its_array():
