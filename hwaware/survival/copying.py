@@ -117,6 +117,8 @@ class Copies:
         vaults.use_started(0 if vaults.up else START_LIMIT_S)
         live = self._calls.live()
         hosts = [host for host in vaults.up if host not in vaults.avoided]
+        if not hosts:
+            return  # the next call tries again
         targets = buddies(hosts, self._rates())
         orders: Dict[Tuple[int, int], List[Item]] = {}
         sent: Dict[str, Set[Block]] = {host: set() for host in hosts}
@@ -124,10 +126,9 @@ class Copies:
             for (host, device), place in zip(array.one_replica_host_local_ids, array.one_replica_buffer_ids):
                 mesh, box = group.meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
                 own = array.device_mesh.host_info[host]["NodeManagerAddress"]
-                places = dict.fromkeys((own, targets.get(own) or next(iter(hosts), None)))
-                wanted = [at for at in places if at in hosts and (name, box) not in vaults.held[at]]
-                if not wanted and not any((name, box) in vaults.held[at] for at in hosts):
-                    return  # no vault is up that could hold it; the next call tries again
+                first = own if own in targets else hosts[0]  # its own vault may not be up yet
+                places = [at for at in (first, targets[first]) if at is not None]
+                wanted = [at for at in places if (name, box) not in vaults.held[at]]
                 if wanted:
                     chosen = tuple(hosts.index(at) for at in wanted)
                     orders.setdefault((mesh, host), []).append(

@@ -18,7 +18,7 @@ from hwaware.patching import meshes
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
 from hwaware.runtime.programs import ProgramFiles
-from hwaware.survival import asking, copier, draining, moving, recipes, recovering, vaults
+from hwaware.survival import asking, copier, copying, draining, moving, recipes, recovering, vaults
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, Part, laid_out, opened
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, covers, digest_of
@@ -312,6 +312,62 @@ def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
     copies.lost.add("d")
     copies._vaults.avoided.add("c")
     assert copies.hosts() == {"a", "b"}
+
+
+def copying_to(*up, stages=("a", "b", "c")):
+    """Return copies of a program with one array a stage, its vaults, and the orders that its workers get."""
+    orders, started = [], []
+    meshes, live = [], {}
+    for place, address in enumerate(stages):
+        worker = SimpleNamespace(
+            copy_out=SimpleNamespace(remote=lambda order: orders.append(copier.ORDERS.decode(order)))
+        )
+        meshes.append(SimpleNamespace(host_info=[{"NodeManagerAddress": address}], workers=[worker]))
+        live[1, place] = SimpleNamespace(
+            device_mesh=meshes[-1], one_replica_host_local_ids=[(0, 0)], one_replica_buffer_ids=[0],
+            indices=[(slice(0, 2),)], aval=SimpleNamespace(shape=(2,)), remote_ref=SimpleNamespace(uuid=place),
+        )  # fmt: skip
+
+    def use_started(limit_s):
+        for host in started:
+            vaults.up[host], vaults.held[host] = SimpleNamespace(mailbox=(host, 1)), set()
+        started.clear()
+
+    vaults = SimpleNamespace(
+        up={}, held={}, avoided=set(), epoch=0, secret=b"s", digests=False, kept={}, started=started,
+        start=lambda hosts: None, use_started=use_started,
+    )  # fmt: skip
+    started.extend(up)
+    use_started(0)
+    group = SimpleNamespace(meshes=meshes, parent=SimpleNamespace(host_info=[], num_hosts=0, devices=[]))
+    calls = SimpleNamespace(group=group, number=1, live=lambda: live, recipe=lambda: None)
+    return Copies(calls, vaults), vaults, orders
+
+
+@pytest.fixture
+def plain_arrays(monkeypatch):
+    monkeypatch.setattr(copying, "one", lambda array: array)
+    monkeypatch.setattr(copying, "shape_of", lambda array: array.aval.shape)
+
+
+@pytest.mark.usefixtures("plain_arrays")
+@pytest.mark.parametrize("up", ["abc", "ab", "bc", "b", "d", "cd"])
+def test_every_array_is_on_two_hosts_if_two_vaults_are_up(up):
+    """A host whose vault is not up yet has its arrays on two others."""
+    copies, _, orders = copying_to(*up)
+    copies.copy()
+    for order, own in zip(orders, "abc"):
+        (item,) = order.items
+        hosts = [order.vaults[place][0] for place in item.vaults]
+        assert len(set(hosts)) == len(hosts) == min(2, len(up))
+        assert hosts[0] == own or own not in up
+
+
+@pytest.mark.usefixtures("plain_arrays")
+def test_no_point_is_copied_without_a_vault():
+    copies, _, orders = copying_to()
+    copies.copy()
+    assert (orders, copies.flights, copies._newest) == ([], [], -1)
 
 
 def test_copies_are_spread_over_most_of_the_shortest_step():
