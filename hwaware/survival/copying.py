@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import deque
 from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
@@ -34,6 +35,8 @@ _POINTS = 9
 # Copies that take longer than this, and than MOST_CALLS calls, were stopped on their way. A link between two hosts may
 # be broken though the driver reaches both.
 _FLIGHT_LIMIT_S = 600.0
+# So long ago that copies are due at the next call, however rare they are.
+_NEVER = -math.inf
 
 
 class _Flight(NamedTuple):
@@ -72,7 +75,7 @@ class Copies:
         self._interval = 1
         self._known_rates: Tuple[Any, Dict[Tuple[str, str], float]] = (None, {})  # of the newest profile
         self._costs: Deque[Tuple[float, float]] = deque(maxlen=_POINTS)  # of the newest points
-        self._newest = -1
+        self._newest = _NEVER  # number of the newest point that was copied
         self._hands_over = True  # until a vault cannot read a worker's memory
         self.lost: Set[str] = set()
         self._is_alone = False  # the state is on one host only
@@ -105,7 +108,7 @@ class Copies:
 
     def copy_again(self) -> None:
         """Give up the copies on their way, and copy what the program holds."""
-        self.flights, self._newest = [], -1
+        self.flights, self._newest = [], _NEVER
         self.copy()
 
     def copy(self) -> None:
@@ -177,7 +180,7 @@ class Copies:
             self._lose_vault(host)
         if any(self._is_unread(flight, marks) for flight in self.flights):
             LOG.info("A vault cannot read the memory of a worker of its host: workers send their copies instead.")
-            self._hands_over, self.flights, self._newest = False, [], -1
+            self._hands_over, self.flights, self._newest = False, [], _NEVER
         for flight in self.flights:
             for host, done in marks.items():
                 if flight.waiting.get(host, set()) <= done:
@@ -197,7 +200,7 @@ class Copies:
             calls, age_s = self._calls.number - flight.point.number, time.monotonic() - flight.begin_s
             if calls >= MOST_CALLS and age_s > _FLIGHT_LIMIT_S:
                 LOG.warning("The copies of call %d did not arrive; they are made again.", flight.point.number)
-                self.flights, self._newest = [], -1
+                self.flights, self._newest = [], _NEVER
 
     def _landed(self, flight: _Flight) -> bool:
         """Commit a point that all vaults have, once all workers have answered; return True if it is committed."""
@@ -260,7 +263,7 @@ class Copies:
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])
         self.lost.add(host)
-        self.flights, self._newest = [], -1
+        self.flights, self._newest = [], _NEVER
 
     def _rates(self) -> Dict[Tuple[str, str], float]:
         """Return the rates between hosts' addresses, as the profile has them."""
