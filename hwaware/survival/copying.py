@@ -102,7 +102,11 @@ class Copies:
         self._is_alone = len(hosts) == 1
 
     def copy_if_due(self) -> None:
-        """Copy what the program holds, if the last copies are old enough."""
+        """Copy what the program holds, if the last copies are old enough, or a vault has come up since."""
+        before = set(self._vaults.up)
+        self._vaults.use_started(0)
+        if set(self._vaults.up) - before:  # some arrays may be on one host only
+            self._newest = _NEVER
         if len(self.flights) < _MOST_FLIGHTS and self._calls.number - self._newest >= self.calls_a_point:
             self.copy()
 

@@ -364,6 +364,22 @@ def test_every_array_is_on_two_hosts_if_two_vaults_are_up(up):
 
 
 @pytest.mark.usefixtures("plain_arrays")
+def test_a_vault_that_comes_up_gets_copies_at_the_next_call():
+    """Until then, the state may be on one host only, and points may be many calls apart."""
+    copies, vaults, orders = copying_to("a", stages="a")
+    copies.every = 64
+    copies.copy()
+    copies._calls.number = 2
+    copies.copy_if_due()
+    assert len(orders) == 1
+    vaults.started.append("b")
+    copies.copy_if_due()
+    assert [at for at, _ in orders[-1].vaults] == ["a", "b"]
+    copies.copy_if_due()
+    assert len(orders) == 2
+
+
+@pytest.mark.usefixtures("plain_arrays")
 def test_what_could_not_be_copied_without_a_vault_is_copied_at_the_next_call():
     copies, vaults, orders = copying_to(stages="a")
     copies.every = 64
