@@ -78,7 +78,11 @@ def move(run: Run, plan: Plan, reason: str) -> HistoryEvent:
     start_s = time.monotonic()
     rescue.retried(lambda: commit(run))
     copy_s = time.monotonic() - start_s
-    done = run.place_again(run.recovery.watch.members, (), plan)
+    try:
+        done = run.place_again(run.recovery.watch.members, (), plan)
+    except HwawareError as error:
+        assert run.ended is not None
+        raise run.ended from error
     done = done._replace(phases={"copy": copy_s, **done.phases})
     took_s = time.monotonic() - start_s
     event = HistoryEvent(kind="moved", call=run.calls.number, what=reason, took_s=took_s, **done._asdict())

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from hwaware import adapter
-from hwaware.errors import MeasurementError, PlanError, UnusableInputError, WorkerFailedError
+from hwaware.errors import HwawareError, MeasurementError, PlanError, UnusableInputError, WorkerFailedError
 from hwaware.patching import checkpoints, failures, rescue
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.watch import Watch
@@ -271,3 +271,21 @@ def test_memory_that_the_system_cannot_give_leaves_no_open_file(monkeypatch):
         with pytest.raises(OSError, match="No space left"):
             handing.Memory(4096)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_training_that_ends_in_a_move_is_not_told_as_one_that_stays(monkeypatch):
+    """Who moves it goes on after a HwawareError, but not after a WorkerFailedError."""
+    run = SimpleNamespace(
+        is_calling=False, ended=None, calls=None, recovery=SimpleNamespace(watch=SimpleNamespace(members=()))
+    )
+
+    def place_again(*_):
+        run.ended = LOST
+        raise HwawareError("No host is left.", "start again.")
+
+    run.place_again = place_again
+    monkeypatch.setattr(moving, "_require", lambda *_: None)
+    monkeypatch.setattr(moving, "commit", lambda *_: None)
+    with pytest.raises(WorkerFailedError) as caught:
+        moving.move(run, None, "drained: h1")
+    assert caught.value is LOST
