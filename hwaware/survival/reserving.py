@@ -23,11 +23,13 @@ def reserved_later(node: Node) -> Any:
     ray_jobs.require_unused([node])
     bundle = {"GPU": node.num_gpus, f"node:{node.address}": 0.001}
     group = ray.util.placement_group([bundle], strategy="SPREAD")
-    if not group.wait(_SOON_S):
-        found = ray_jobs.using([node])
+    try:
+        found = {} if group.wait(_SOON_S) else ray_jobs.using([node])
         if found:
-            give_back(group)
             raise ray_jobs.in_use(found)
+    except BaseException:
+        give_back(group)
+        raise
     return group
 
 

@@ -13,7 +13,7 @@ from hwaware.patching import checkpoints, failures, rescue
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.watch import Watch
 from hwaware.survival import calls as calls_module
-from hwaware.survival import handing, joining, moving, rescuer, returning
+from hwaware.survival import handing, joining, moving, rescuer, reserving, returning
 from hwaware.survival.calls import Calls
 from hwaware.survival.points import Point
 from hwaware.survival.watching import Interrupted, SurvivingWatch
@@ -289,3 +289,25 @@ def test_a_training_that_ends_in_a_move_is_not_told_as_one_that_stays(monkeypatc
     with pytest.raises(WorkerFailedError) as caught:
         moving.move(run, None, "drained: h1")
     assert caught.value is LOST
+
+
+@pytest.mark.parametrize("fails", ["wait", "using"])
+def test_a_reservation_that_fails_is_given_back(fails, monkeypatch):
+    ray = pytest.importorskip("ray")
+
+    def wait(limit_s):
+        if fails == "wait":
+            raise ray.exceptions.RaySystemError("Ray has ended.")
+        return False
+
+    def using(nodes):
+        raise ray.exceptions.RaySystemError("Ray has ended.")
+
+    group, given_back = SimpleNamespace(wait=wait), []
+    monkeypatch.setattr(ray.util, "placement_group", lambda *_, **__: group)
+    monkeypatch.setattr(reserving.ray_jobs, "require_unused", lambda nodes: None)
+    monkeypatch.setattr(reserving.ray_jobs, "using", using)
+    monkeypatch.setattr(reserving, "give_back", given_back.append)
+    with pytest.raises(ray.exceptions.RaySystemError):
+        reserving.reserved_later(SimpleNamespace(num_gpus=1, address="10.0.0.3"))
+    assert given_back == [group]
