@@ -157,9 +157,11 @@ class Vaults:
         }
 
     def end(self, hosts: Collection[str]) -> None:
-        """End the vaults of these hosts."""
+        """End the vaults of these hosts, also those that are not up yet."""
         import ray
 
+        for host in set(hosts) & set(self._starting):
+            ray.kill(self._starting.pop(host)[0])
         for host in set(hosts) & set(self.up):
             ray.kill(self.up[host].actor)
             self.drop([host])

@@ -13,7 +13,7 @@ from hwaware.patching import checkpoints, failures, rescue
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.watch import Watch
 from hwaware.survival import calls as calls_module
-from hwaware.survival import handing, joining, moving, rescuer, reserving, returning
+from hwaware.survival import handing, joining, moving, rescuer, reserving, returning, vaults
 from hwaware.survival.calls import Calls
 from hwaware.survival.points import Point
 from hwaware.survival.watching import Interrupted, SurvivingWatch
@@ -311,3 +311,15 @@ def test_a_reservation_that_fails_is_given_back(fails, monkeypatch):
     with pytest.raises(ray.exceptions.RaySystemError):
         reserving.reserved_later(SimpleNamespace(num_gpus=1, address="10.0.0.3"))
     assert given_back == [group]
+
+
+def test_a_vault_that_is_not_up_yet_is_ended_with_its_host(monkeypatch):
+    ray = pytest.importorskip("ray")
+    ended = []
+    monkeypatch.setattr(ray, "kill", ended.append)
+    found = vaults.Vaults()
+    found._starting["10.0.0.1"] = ("starting", None, None)
+    found.up["10.0.0.2"], found.held["10.0.0.2"] = vaults._Up("up", ("10.0.0.2", 7), 42), set()
+    found.end(["10.0.0.1", "10.0.0.2", "10.0.0.3"])
+    assert ended == ["starting", "up"]
+    assert (found.up, found._starting) == ({}, {})
