@@ -115,6 +115,8 @@ class Vault:
             }
             self._marks = {mark for mark in self._marks if number is not None and mark[0] > serial}
             if number is not None:
+                # Their connection broke before their mark.
+                self._blocks = {key: data for key, data in self._blocks.items() if key[0] > serial}
                 for piece, part in self._pieces.items():
                     if part.serial < serial:  # the rest of its memory or message is of no use any more
                         self._pieces[piece] = Part(part.read(), 0, len(part), _FOR_GOOD)
@@ -211,6 +213,8 @@ class Vault:
                 sources = dict.fromkeys(numbers, opened(mark.handed))
             except OSError:
                 pieces, mark, sender = (), Mark(), unreadable(sender)
+        elif any(source is None for source in sources.values()):
+            return  # dropped, for example with a point that was given up
         parts = [Part(sources[number], start, size_of(piece), serial) for piece, number, start in pieces]
         with self._lock:
             if epoch != self._epoch:

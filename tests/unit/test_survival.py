@@ -723,3 +723,23 @@ def test_a_host_is_free_where_no_training_survives(monkeypatch):
     monkeypatch.setattr(ray_cluster, "connect", contextlib.nullcontext)
     done = CliRunner().invoke(main, ["drain", "h1", "--address", "10.0.0.1:6379"])
     assert (done.exit_code, "No training with survive=True runs" in done.stdout) == (0, True)
+
+
+def test_a_mark_whose_message_was_dropped_tells_of_no_pieces(vault):
+    """Messages that come long before their epoch are dropped; their mark may come just in time."""
+    made, connection = vault
+    one = piece((1, 0), (0,), numpy.full(3, 1.0))[0]
+    connection.send(mark_key(0, 1, "0.0"), encoded(Mark(((one, 0, 64),))))
+    connection.send(mark_key(0, 2, "0.0"), encoded(Mark()))
+    wait_for(lambda: (2, "0.0") in made.marks())
+    assert made.marks() == {(2, "0.0")}
+    assert made.listing() == []
+
+
+def test_messages_without_a_mark_are_dropped_with_their_point(vault):
+    made, connection = vault
+    for serial in (1, 3):
+        connection.send(f"0|{serial}|0|0.0", b"block")
+    wait_for(lambda: len(made._blocks) == 2)
+    made.keep((), 1, 2)
+    assert list(made._blocks) == [(3, 0, "0.0")]
