@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import io
 import json
@@ -36,6 +37,8 @@ _HANDLED_BY_NOBODY = (signal.SIG_DFL, signal.default_int_handler)
 _IMPORTING = "<frozen importlib._bootstrap>"
 # Time between two attempts to end, and longest wait for an import: JAX needs seconds.
 _AGAIN_S, _IMPORT_LIMIT_S = 0.05, 20.0
+# A full disk, quota or device behind standard output; click ends quietly where the reader of a pipe has gone.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Streams that take the JSON document while all other output goes to standard error; the newest last.
 _results: List[TextIO] = []
 
@@ -45,6 +48,7 @@ def reports_errors(function: F) -> F:
 
     A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
     so that no testbed or cluster stays behind. An `output` that cannot be written is an error before the command runs.
+    Standard output that is full is an error too.
 
     With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to
     standard error.
@@ -61,6 +65,13 @@ def reports_errors(function: F) -> F:
         except HwawareError as error:
             click.echo(f"Error: {error}", err=True)
             sys.exit(error.exit_code)
+        except OSError as error:
+            if error.errno not in _FULL or error.filename is not None:
+                raise
+            click.echo(
+                f"Error: The output cannot be written: {error.strerror}. To fix: free space on the disk.", err=True
+            )
+            sys.exit(HwawareError.exit_code)
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)

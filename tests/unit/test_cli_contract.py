@@ -1,5 +1,6 @@
 """What every command keeps to: exit codes, one message, an empty standard output when refused, progress, no colour."""
 
+import errno
 import json
 import os
 import pty
@@ -134,6 +135,11 @@ OUTCOMES = (
     (errors.MeasurementError("A host is gone.", "start it."), 1, "Error: A host is gone. To fix: start it.\n"),
     (errors.UnusableInputError("It is bad.", "mend it."), 2, "Error: It is bad. To fix: mend it.\n"),
     (KeyboardInterrupt(), 130, "Interrupted.\n"),
+    (
+        OSError(errno.ENOSPC, "No space left on device"),
+        1,
+        "Error: The output cannot be written: No space left on device. To fix: free space on the disk.\n",
+    ),
     (None, 0, ""),
 )
 
