@@ -48,7 +48,7 @@ def reports_errors(function: F) -> F:
 
     A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
     so that no testbed or cluster stays behind. An `output` that cannot be written is an error before the command runs.
-    Standard output that is full is an error too.
+    Standard output that is full is an error too. It gets escapes for characters that its encoding lacks.
 
     With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to
     standard error.
@@ -56,6 +56,7 @@ def reports_errors(function: F) -> F:
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
+        _escape_unknown_characters()
         try:
             if kwargs.get("output") is not None:
                 output = kwargs["output"]  # a file, or a folder of some commands
@@ -77,6 +78,12 @@ def reports_errors(function: F) -> F:
             sys.exit(INTERRUPTED)
 
     return wrapped  # type: ignore[return-value]  # functools.wraps keeps the signature; mypy cannot see that
+
+
+def _escape_unknown_characters() -> None:
+    """Let standard output escape what it cannot encode: Chinese in Latin-1, or undecodable bytes of a file's name."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager

@@ -156,6 +156,14 @@ def test_how_a_command_ends(error, code, words):
     assert (outcome.exit_code, outcome.stderr, outcome.stdout) == (code, words, "")
 
 
+def test_characters_that_the_output_lacks_are_escaped(tmp_path):
+    document = json.loads(Path(WORKLOAD).read_text())
+    (tmp_path / "workload.json").write_text(json.dumps({**document, "name": "Größe"}))
+    outcome = CliRunner(charset="ascii").invoke(main, ["show", str(tmp_path / "workload.json")])
+    assert outcome.exit_code == 0, outcome.exception
+    assert outcome.stdout.startswith(r"Workload Gr\xf6\xdfe: ")
+
+
 def on_a_terminal(code, *arguments):
     """What a process prints on standard output, and what it draws on the terminal that is its standard error."""
     ours, theirs = pty.openpty()
