@@ -42,6 +42,8 @@ _MOST_OF_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
 # Values of any kind, such as raw samples, are lists and objects inside each other; hwaware's own have four levels.
 _MOST_LEVELS = 32
+# What a document may be instead of an object, in the words of JSON.
+_JSON_NAMES = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -242,7 +244,7 @@ def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
         ) from error
     if not isinstance(document, dict):
         raise RecordError(
-            f"{name} holds a JSON {type(document).__name__}, expected an object.",
+            f"{name} holds a JSON {_JSON_NAMES[type(document)]}, expected an object.",
             'start the file with {"schema": ..., "schema_version": ...}.',
         )
     return document

@@ -142,7 +142,12 @@ def test_a_bad_cluster_is_refused_by_name(change, expected):
     ("text", "expected"),
     [
         ("", "not valid JSON"),
-        ("[]", "expected an object"),
+        ("[]", "holds a JSON array, expected an object"),
+        ("null", "holds a JSON null, expected an object"),
+        ("true", "holds a JSON boolean, expected an object"),
+        ('"text"', "holds a JSON string, expected an object"),
+        ("3", "holds a JSON number, expected an object"),
+        ("0.5", "holds a JSON number, expected an object"),
         ('{"schema": "hwaware.plan", "schema_version": 1}', "has schema 'hwaware.plan', expected 'hwaware.cluster'"),
         ("{}", "has no \"schema\", expected 'hwaware.cluster'"),
         ('{"schema": "hwaware.cluster", "schema_version": 2}', "too new"),
