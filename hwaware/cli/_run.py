@@ -7,6 +7,7 @@ import errno
 import functools
 import io
 import json
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,18 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
+
+
+class NumberRange(click.FloatRange):
+    """Accept the numbers of a range, without NaN: no comparison with a bound refuses that."""
+
+    def convert(self, value: Any, param: Optional[click.Parameter], ctx: Optional[click.Context]) -> float:
+        """Return the number of an option's value."""
+        found: float = super().convert(value, param, ctx)
+        if math.isnan(found):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return found
+
 
 INTERRUPTED = 130
 # A longer wait without a word looks like a hang.

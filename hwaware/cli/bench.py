@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import click
 
-from hwaware.cli._run import INTERRUPTED, json_option, print_json, reports_errors, say
+from hwaware.cli._run import INTERRUPTED, NumberRange, json_option, print_json, reports_errors, say
 from hwaware.cli.testbed import kind_option
 from hwaware.cli.trace import model_options
 from hwaware.errors import UnusableInputError
@@ -75,7 +75,7 @@ FAULTS, FAULTS_QUICK = (10, 20), (2, 3)
 @click.option(
     "--within",
     "within_min",
-    type=click.FloatRange(min=0, min_open=True),
+    type=NumberRange(min=0, min_open=True),
     metavar="MINUTES",
     help="Time to aim for. Each scenario and model gets a part of it and measures the steps and starts that fit, at "
     "least 5 steps. It does not shorten setup.",

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from hwaware.cli._run import enter_testbed, json_option, print_json, reports_errors, waiting
+from hwaware.cli._run import NumberRange, enter_testbed, json_option, print_json, reports_errors, waiting
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import counted
 
@@ -15,7 +15,7 @@ from hwaware.formatting import counted
 @click.argument("host")
 @click.option("--address", default="auto", show_default=True, help="Ray cluster: auto or HOST:PORT.")
 @click.option(
-    "--timeout", "limit_s", type=click.FloatRange(min=0, min_open=True), default=600.0, show_default=True,
+    "--timeout", "limit_s", type=NumberRange(min=0, min_open=True), default=600.0, show_default=True,
     help="Seconds to wait for all trainings.",
 )  # fmt: skip
 @json_option

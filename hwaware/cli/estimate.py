@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors
+from hwaware.cli._run import NumberRange, json_option, print_json, reports_errors
 from hwaware.errors import UnusableInputError
 
 
@@ -256,8 +256,8 @@ def refit(result: str, output: Optional[str], workload: Optional[str], as_json: 
 @click.option("--load", type=click.Path(dir_okay=False), help="Load trace to play. [random ones of each kind]")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=2, show_default=True, help="Random traces of each kind.")
 @click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Of random traces.")
-@click.option("--noise", type=click.FloatRange(0.0, 1.0), default=0.08, show_default=True, help="Of random traces.")
-@click.option("--compile", "compile_s", type=click.FloatRange(0.0), default=10.0, show_default=True, help="Seconds.")
+@click.option("--noise", type=NumberRange(0.0, 1.0), default=0.08, show_default=True, help="Of random traces.")
+@click.option("--compile", "compile_s", type=NumberRange(0.0), default=10.0, show_default=True, help="Seconds.")
 @json_option
 @reports_errors
 def adapting(

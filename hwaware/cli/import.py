@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, TypeVar
 
 import click
 
-from hwaware.cli._run import json_option, name_dropped_collectives, print_document, reports_errors, say
+from hwaware.cli._run import NumberRange, json_option, name_dropped_collectives, print_document, reports_errors, say
 from hwaware.cluster import OPERATIONS, ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import BYTES_PER_S, SECONDS, counted, text
@@ -53,7 +53,7 @@ def _importer(function: F) -> F:
         click.option("--rename", multiple=True, metavar="OLD=NEW", help="Another name for a host of the files."),
         click.option(
             "--flops-per-s",
-            type=click.FloatRange(1e-3, 1e24),
+            type=NumberRange(1e-3, 1e24),
             help="For a new profile: speed to assume of each device. [1e12]",
         ),
         click.option(

@@ -119,3 +119,14 @@ def test_a_model_that_fits_on_no_device_is_an_answer(files, tmp_path):
     assert (plan["status"], plan["stages"]) == ("infeasible", [])
     assert outcome.stderr.count("\n") == 1
     assert "To fix:" in outcome.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [("bench", "127.0.0.1:1", "--within"), ("drain", "host", "--address", "127.0.0.1:1", "--timeout")]
+)
+def test_nan_is_in_no_range(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(main, [*arguments, "nan"])
+    assert outcome.exit_code == 2
+    assert "nan is not a number" in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
