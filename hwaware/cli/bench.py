@@ -92,7 +92,11 @@ FAULTS, FAULTS_QUICK = (10, 20), (2, 3)
 )
 @click.option("--full-profile", is_flag=True, help="Profile clusters in full, not in the quick form.")
 @click.option("--quick", is_flag=True, help="Measure fewer steps and orders.")
-@click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the recorded results.")
+@click.option(
+    "--report-only",
+    is_flag=True,
+    help="Measure nothing; make the report again from all results in the directory, of any scenario and model.",
+)
 @model_options
 @json_option
 @reports_errors
