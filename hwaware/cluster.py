@@ -380,7 +380,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         raise KeyError(identifier)
 
     def without(self, excluded: Tuple[str, ...]) -> ClusterProfile:
-        """Return the profile without some hosts or devices, and without everything that names them.
+        """Return the profile without some hosts or devices, and without links and groups that name them.
 
         Args:
             excluded: Names of hosts and ids of devices.

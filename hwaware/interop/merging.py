@@ -90,7 +90,7 @@ class _Known:
     def host(self, end: End, reading: Reading, other: Optional[End] = None) -> str:
         hosts = self.profile.hosts
         for is_same, name in itertools.product((operator.eq, _same_without_domain), end.names):
-            found = [host.name for host in hosts if is_same(name, host.name) or is_same(name, host.address or "")]
+            found = [one.name for one in hosts if any(is_same(name, own) for own in (one.name, one.address) if own)]
             if len(found) > 1:
                 raise UnusableInputError(
                     f"{reading.program} ran on host {name}, which could be {' or '.join(found)} of the profile.",

@@ -785,6 +785,8 @@ def test_ends_without_names_are_options(imported, tmp_path):
     known, _ = imported("iperf3", json.dumps(test), into=pair)
     assert known.links[-1].source == "a", "the other host of two"
     cluster("abc", addresses={"b": "10.0.0.2"}).save(tmp_path / "c.json")
+    empty = ("--client", "", "--server", "b")
+    assert "--client names " in refused("iperf3", json.dumps(test), tmp_path, *empty, "--into", tmp_path / "c.json")
     assert "--client NAME" in refused("iperf3", json.dumps(test), tmp_path, "--into", tmp_path / "c.json")
 
 
