@@ -71,6 +71,7 @@ def drain(run: Run, what: str) -> Drained:
         except WorkerFailedError:
             raise
         except HwawareError as error:
+            run.vaults.avoided -= emptied
             return Drained(False, True, f"The training's copies cannot leave {what}: {error.what}", moved)
     run.recovery.left_out |= gone
     if gone and len(gone) < len(present):

@@ -13,7 +13,8 @@ import os
 import queue
 import threading
 import time
-from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+import traceback
+from typing import Any, Callable, Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware import host_devices
 from hwaware.errors import MeasurementError
@@ -46,6 +47,15 @@ class Drained(NamedTuple):
     moved: str = ""
 
 
+def _or_end(work: Callable[[], None]) -> None:
+    """Do work that never ends; after an unexpected error, end the process, so that another vault takes its place."""
+    try:
+        work()
+    except BaseException:  # noqa: BLE001, whatever it is: the vault would answer, but take no copies any more
+        traceback.print_exc()
+        os._exit(1)
+
+
 class Vault:
     """A Ray actor that holds pieces of arrays.
 
@@ -76,8 +86,8 @@ class Vault:
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
-        for target in (self._collect, self._send_on):
-            threading.Thread(target=target, name="hwaware-vault", daemon=True).start()
+        for work in (self._collect, self._send_on):
+            threading.Thread(target=_or_end, args=(work,), name="hwaware-vault", daemon=True).start()
 
     def mailbox_address(self) -> Address:
         """Return where workers send to; also the sign that the vault is up."""

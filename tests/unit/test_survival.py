@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import queue
+import threading
 import time
 from types import SimpleNamespace
 
@@ -35,6 +37,7 @@ from hwaware.survival.sending import (
     unreadable,
 )
 from hwaware.survival.vault import Drained, Vault
+from hwaware.survival.worker import SurvivingWorker
 from hwaware.transport import Connection
 
 LIMIT_S = 20.0
@@ -146,6 +149,30 @@ def test_a_vault_keeps_what_arrives_before_its_epoch_begins(vault):
     made.begin(1, ())
     wait_for(made.marks)
     assert made.listing() == [first[0]]
+
+
+def test_a_vault_that_cannot_go_on_ends(vault, monkeypatch, capfd):
+    made, _ = vault
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(made, "_sort", lambda key, data: 1 // 0)
+    send(vault, 0, 1)
+    wait_for(lambda: ended)
+    assert ended == [1]
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+def test_a_worker_that_cannot_send_copies_fails_aloud_and_goes_on(monkeypatch):
+    worker, failures = SurvivingWorker.__new__(SurvivingWorker), []
+    worker._orders, worker._where = queue.SimpleQueue(), "the worker"
+    monkeypatch.setattr(worker, "_copy_idly", lambda copying: None)
+    monkeypatch.setattr(worker, "_keep_failure", failures.append)
+    monkeypatch.setattr(worker, "_send_to", lambda *given: {}["forwards"])
+    for _ in range(2):
+        worker._orders.put(SimpleNamespace(held_up_s=0.0, order=None, batches={0: None}))
+    threading.Thread(target=worker._send_copies, daemon=True).start()
+    wait_for(lambda: len(failures) == 2)
+    assert [type(failure) for failure in failures] == [KeyError, KeyError]
 
 
 def test_copies_made_again_of_a_committed_point_keep_their_marks(vault):
@@ -715,6 +742,27 @@ def test_the_last_host_is_kept_until_another_one_comes(monkeypatch):
     assert run.drained["h1"] == Drained(False, True, "The training cannot leave h1: it has no other devices.")
     run.takes_back("10.0.0.2", ["h2", "h2:0"])
     assert not run.drained
+
+
+def test_a_host_that_copies_cannot_leave_takes_copies_again(monkeypatch):
+    run = Run(SimpleNamespace(worker_class=None, recovering=None))
+    run.calls.group = SimpleNamespace(parent=None)
+    run.vaults.up = {"10.0.0.1": None}
+    run.vaults.start = run.vaults.use_started = lambda *_: None
+    run.copies.hosts = set
+    places = [("10.0.0.1", 0), ("10.0.0.2", 0)]
+    monkeypatch.setattr(moving, "recipe_of", lambda run: SimpleNamespace(profile=""))
+    monkeypatch.setattr(meshes, "mesh_places", lambda mesh: places)
+    monkeypatch.setattr(draining, "_places", lambda recipe, what: {places[0]})
+    monkeypatch.setattr(draining, "_uses", lambda recipe, gone: False)
+
+    def commit(run, again):
+        assert run.vaults.avoided == {"10.0.0.1"}
+        raise MeasurementError("The copies are late.", "look.")
+
+    monkeypatch.setattr(moving, "commit", commit)
+    assert draining.drain(run, "h1").what == "The training's copies cannot leave h1: The copies are late."
+    assert not run.vaults.avoided
 
 
 def test_a_host_is_free_where_no_training_survives(monkeypatch):
