@@ -189,8 +189,10 @@ class Copies:
             for host, done in marks.items():
                 if flight.waiting.get(host, set()) <= done:
                     flight.waiting.pop(host, None)
-        while self.flights and not self.flights[0].waiting and self._landed(self.flights[0]):
-            pass
+        for flight in list(self.flights):
+            # A connection that broke may have lost an older flight.
+            if not flight.waiting and not self._landed(flight):
+                break
         self._give_up_late()
 
     def _is_unread(self, flight: _Flight, marks: Mapping[str, Set[Tuple[int, str]]]) -> bool:
@@ -214,7 +216,7 @@ class Copies:
             return False
         try:
             copied: List[Optional[Copied]] = ray.get(flight.copies)
-        except ray.exceptions.RayError:  # the watch finds out why
+        except ray.exceptions.RayError:  # the worker is lost, as the watch finds out; it keeps its own failures
             copied = [None]
         whole = [each for each in copied if each is not None]
         if len(whole) < len(copied):
@@ -243,7 +245,7 @@ class Copies:
         self._vaults.keep(flight.point.number, flight.serial, names, flight.sent)
         self.committed = flight.point
         self._commits = [*self._commits[-MOST_MEMORIES:], flight.serial]
-        self.flights.remove(flight)
+        del self.flights[: self.flights.index(flight) + 1]
         self._calls.forget(flight.point.number)
 
     def _say_first(self, copied: Sequence[Copied]) -> None:

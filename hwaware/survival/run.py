@@ -91,6 +91,8 @@ class Run:
         while self.copies.flights and time.monotonic() < end_s:  # no call can make these arrays again
             rescue.retried(self._look)
             time.sleep(_POLL_S)
+        if self.copies.flights or not self.vaults.up:
+            LOG.warning("The restored state has no copies yet: if its host is lost before they exist, training ends.")
 
     def _copy_new(self) -> None:
         """Copy arrays that no point has."""

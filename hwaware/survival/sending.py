@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 
@@ -13,7 +13,7 @@ from hwaware.survival.pieces import Piece
 from hwaware.transport import Address, Connection
 
 PURPOSE, MARK = "vault", "done"
-_LIMIT_S = 60.0
+_CONNECT_LIMIT_S, _ROOM_LIMIT_S = 10.0, 60.0
 
 
 def block_key(epoch: int, serial: int, number: int, sender: str) -> str:
@@ -131,25 +131,44 @@ class Sender:
         self,
         address: Address,
         credentials: Credentials,
-        messages: Iterable[Tuple[str, Any]],
+        messages: Sequence[Tuple[str, Any]],
         bytes_per_s: Optional[float] = None,
     ) -> None:
         """Send messages, as (key, data), in order; no faster than `bytes_per_s`, where the system can limit that.
 
+        If an open connection has broken, all messages are sent again over another one.
+
         Raises:
-            MeasurementError: The vault cannot be reached. The next call connects again.
+            MeasurementError: The vault cannot be reached, or `break_off` was called. The next call connects again.
         """
-        try:
-            if address not in self._connections:
-                self._connections[address] = Connection(address, credentials, _LIMIT_S, self._name)
-                self._connections[address].give_way()
-            connection = self._connections[address]
-            connection.pace(bytes_per_s)
-            for key, data in messages:
-                if isinstance(data, Part) and data.is_in_file:
-                    connection.send_file(key, data.source, data.start, len(data))
-                else:
-                    connection.send(key, data.view if isinstance(data, Part) else data)
-        except MeasurementError:
-            self._connections.pop(address, None)
-            raise
+        known = self._connections  # `break_off` puts another dictionary in its place
+        connection = known.get(address)
+        if connection is not None:
+            try:
+                if connection.is_lost() is None:
+                    return _send(connection, messages, bytes_per_s)
+            except MeasurementError:
+                if known is not self._connections:
+                    raise
+            connection.break_off()
+            connection.close()
+        known[address] = connection = Connection(address, credentials, _CONNECT_LIMIT_S, self._name, _ROOM_LIMIT_S)
+        connection.give_way()
+        if known is not self._connections:
+            connection.break_off()
+        return _send(connection, messages, bytes_per_s)
+
+    def break_off(self) -> None:
+        """End all connections, from any thread; what is being sent fails at once."""
+        connections, self._connections = self._connections, {}
+        for connection in list(connections.values()):
+            connection.break_off()
+
+
+def _send(connection: Connection, messages: Sequence[Tuple[str, Any]], bytes_per_s: Optional[float]) -> None:
+    connection.pace(bytes_per_s)
+    for key, data in messages:
+        if isinstance(data, Part) and data.is_in_file:
+            connection.send_file(key, data.source, data.start, len(data))
+        else:
+            connection.send(key, data.view if isinstance(data, Part) else data)

@@ -84,6 +84,7 @@ class Vault:
         # Pieces to send on: epoch, serial of the order, name of the first sender, target and pace, and the pieces.
         self._forwards: queue.SimpleQueue[Tuple[int, int, str, Forward, List[Tuple[Piece, Part]]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
+        self._sending = Sender(f"the vault on {address}")
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
         for work in (self._collect, self._send_on):
@@ -104,6 +105,7 @@ class Vault:
             self._blocks.clear()
             self.keep(names)
             self._lock.notify_all()
+        self._sending.break_off()  # it may wait for a host that is lost
 
     def keep(self, names: Collection[Name], number: Optional[int] = None, serial: int = 0) -> None:
         """Drop what a committed point does not need, but keep the arrays of these names.
@@ -236,14 +238,13 @@ class Vault:
             self._forwards.put((epoch, serial, sender, forward, given))
 
     def _send_on(self) -> None:
-        sending = Sender(f"the vault on {self._address[0]}")
         while True:
             epoch, serial, sender, forward, pieces = self._forwards.get()
             if epoch != self._epoch or serial < self._kept:
                 continue  # a newer epoch has begun, or a newer point is committed
             # The driver notices a lost vault by itself, and orders the next copies elsewhere.
             with contextlib.suppress(MeasurementError):
-                sending.send(
+                self._sending.send(
                     forward.address,
                     self._credentials,
                     messages_of(epoch, serial, forwarder(sender), pieces),

@@ -102,9 +102,13 @@ class SurvivingWorker(HostWorker):
         """
         if self._failure is not None:  # the watch learns of it
             return None
-        self._finish_copies()
-        order = ORDERS.decode(encoded_order)
-        arrays = [(item, self.buffers[item.uuid][item.device]) for item in order.items]
+        try:
+            self._finish_copies()
+            order = ORDERS.decode(encoded_order)
+            arrays = [(item, self.buffers[item.uuid][item.device]) for item in order.items]
+        except Exception as error:  # noqa: BLE001, such as too little memory: every later call raises it
+            self._keep_failure(error)
+            return None
         self._copying = Copying(order, arrays, self._memories.of)
         self._orders.put(self._copying)
         return Copied(self._copy_s, sum(array.nbytes for _, array in arrays), self._sent_s)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import queue
+import socket
 import threading
 import time
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ from hwaware.survival.sending import (
 )
 from hwaware.survival.vault import Drained, Vault
 from hwaware.survival.worker import SurvivingWorker
-from hwaware.transport import Connection
+from hwaware.transport import Connection, Mailbox
 
 LIMIT_S = 20.0
 
@@ -194,6 +195,32 @@ def test_a_vault_sends_pieces_on_to_another(vault):
     ((given, data),) = other.give(other.listing())
     assert (given, bytes(data)) == (sent[0], bytes(sent[1]))
     assert made.listing() == [kept[0], sent[0]]
+
+
+def test_a_vault_waits_for_no_lost_vault_once_an_epoch_has_begun(vault):
+    made, _ = vault
+    silent = Mailbox("127.0.0.1", Credentials(SECRET, PURPOSE, False), bound=0)  # takes nothing, and stays open
+    other = Vault("127.0.0.1", SECRET, False)
+    large, small = piece((1, 0), (0,), numpy.zeros(1 << 23)), piece((2, 0), (0,), numpy.zeros(3))
+    send(vault, 0, 1, large, forwards=(Forward(("127.0.0.1", silent.port), (0,)),))
+    wait_for(made.marks)
+    for one in (made, other):
+        one.begin(1, ())
+    send(vault, 1, 2, small, forwards=(Forward(other.mailbox_address(), (0,)),))
+    wait_for(lambda: other.marks() == {(2, forwarder("0.0"))})
+    silent.close()
+
+
+def test_a_vault_sends_on_after_its_connection_has_broken(vault):
+    made, _ = vault
+    other = Vault("127.0.0.1", SECRET, False)
+    for serial in (1, 2):
+        one = piece((serial, 0), (0,), numpy.zeros(3))
+        send(vault, 0, serial, one, forwards=(Forward(other.mailbox_address(), (0,)),))
+        wait_for(lambda serial=serial: (serial, forwarder("0.0")) in other.marks())
+        for sender in other._mailbox._senders:
+            sender.socket.shutdown(socket.SHUT_RDWR)
+    assert made.marks() == {(1, "0.0"), (2, "0.0")}
 
 
 def test_a_piece_that_outlives_its_point_outlives_its_message(vault):
@@ -577,6 +604,41 @@ def test_copies_that_do_not_arrive_are_given_up(calls, age_s, stays, caplog):
     copies.collect()
     assert copies.flights == ([flight] if stays else [])
     assert ("The copies of call 3 did not arrive" in caplog.text) is not stays
+
+
+def test_a_point_is_committed_though_copies_of_an_older_one_are_lost(monkeypatch):
+    monkeypatch.setattr("ray.get", lambda calls: calls)
+    kept = []
+    vaults = SimpleNamespace(
+        marks=lambda: ({"a": {(8, "0.0")}}, []), keep=lambda *told: kept.append(told[:2]), up={"a": None}
+    )
+    copies = Copies(SimpleNamespace(number=5, forget=lambda number: None), vaults)
+    copies.flights = [
+        _Flight(Point(call, {}), [], {"a": {(serial, "0.0")}}, {}, time.monotonic(), serial)
+        for call, serial in ((3, 7), (4, 8))
+    ]
+    copies.collect()
+    assert (copies.committed, copies.flights, kept) == (Point(4, {}), [], [(4, 8)])
+
+
+@pytest.mark.parametrize("has_copies", [False, True])
+def test_a_restored_state_without_copies_is_told(has_copies, monkeypatch, caplog):
+    program = Run(SimpleNamespace(worker_class=None))
+    program.recovery.watch = SimpleNamespace(raise_lost=lambda: None)
+    monkeypatch.setattr(program.copies, "copy", lambda: None)
+    monkeypatch.setattr(program.copies, "collect", lambda: None)
+    program.vaults.up = {"a": None} if has_copies else {}
+    program.brought([])
+    assert ("The restored state has no copies yet" in caplog.text) is not has_copies
+
+
+def test_copies_that_find_no_memory_are_the_workers_failure(monkeypatch):
+    worker, failures = SurvivingWorker.__new__(SurvivingWorker), []
+    worker._failure = None
+    monkeypatch.setattr(worker, "_keep_failure", failures.append)
+    monkeypatch.setattr(worker, "_finish_copies", lambda: {}["memory"])
+    assert worker.copy_out(b"") is None
+    assert [type(failure) for failure in failures] == [KeyError]
 
 
 def test_a_vault_that_stays_silent_is_ended(monkeypatch):
