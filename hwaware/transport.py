@@ -241,29 +241,30 @@ class Mailbox:
         """Stop receiving, and drop all messages that the owner did not take."""
         with self._changed:
             self._closed = True
-            senders = [*self._senders, *self._strangers]
+            # Only its own thread closes a socket: it might else go on to read from the next socket with that number.
+            for sender in (*self._senders, *self._strangers):
+                _hang_up(sender.socket)
             self._senders, self._strangers = [], []
             self._changed.notify_all()
-        with contextlib.suppress(OSError):  # shutdown wakes accept(), but some systems refuse it on a listener
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for sender in senders:
-            _hang_up(sender.socket)
-            sender.socket.close()
+        try:
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
+        except OSError:  # some systems refuse it on a listener
+            self._listener.close()
 
     # Strangers
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError as error:
-                if not self._goes_on(error):
+        with self._listener:
+            while True:
+                try:
+                    connection, address = self._listener.accept()
+                except OSError as error:
+                    if not self._goes_on(error):
+                        return
+                    continue
+                if not self._meet(connection, address[0]):
                     return
-                continue
-            if not self._meet(connection, address[0]):
-                return
-            time.sleep(self._take_pause_s())
+                time.sleep(self._take_pause_s())
 
     def _goes_on(self, error: OSError) -> bool:
         """Make room for the next caller after an error of accept(); return False if the listener has ended."""
@@ -408,6 +409,8 @@ class Mailbox:
                         f"{key!r} has {nbytes} bytes, and {self._lying_bytes} of the {self._most_bytes} bytes for "
                         "untaken messages are in use"
                     )
+            if self._closed:
+                raise OSError("the mailbox was closed")
             sender.arriving_bytes = needed
             self._lying_bytes += needed
 

@@ -335,6 +335,29 @@ def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
     connection.close()
 
 
+def test_a_thread_that_reads_keeps_its_socket_while_the_mailbox_closes():
+    """The system gives the number of a closed socket to the next one, from which the thread would read on."""
+    reads, closed, numbers, arrived, readers = threading.Event(), threading.Event(), [], [], []
+    box = Mailbox("127.0.0.1", CREDENTIALS, on_arrival=lambda *arrival: arrived.append(arrival))
+
+    def admit(key, nbytes, sender):
+        readers.append(threading.current_thread())
+        reads.set()
+        assert closed.wait(LIMIT_S)
+        numbers.append(sender.socket.fileno())
+
+    box.admit = admit
+    with contextlib.closing(Connection(("127.0.0.1", box.port), CREDENTIALS)) as connection:
+        connection.send("key", b"1")
+        assert reads.wait(LIMIT_S)
+        box.close()
+        closed.set()
+        readers[0].join(LIMIT_S)
+        assert not readers[0].is_alive()
+    assert numbers[0] >= 0
+    assert (arrived, box.pending(), box.failure) == ([], 0, None)
+
+
 def test_who_connects_while_a_mailbox_closes_sees_its_end(bounded, monkeypatch):
     accepted, closed, asked = threading.Event(), threading.Event(), transport._keep_asking
 
