@@ -14,12 +14,12 @@ Both = Tuple[Sequence[float], Sequence[float]]  # for forward and for backward p
 def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -> List[Pass]:
     """Return the passes of one stage in order.
 
-    1F1B: min(B, n - i) forwards, then backward and forward alternate. GPipe: all forwards, then all backwards, the last
-    microbatch first. Inference: all forwards.
+    1F1B: min(B, n - i) forwards, then backward and forward alternate. GPipe: all forwards, then all backwards.
+    Inference: all forwards.
 
     Example:
         >>> pass_order("1f1b", 0, 2, 3), pass_order("gpipe", 0, 2, 2)
-        ([0, 2, 1, 4, 3, 5], [0, 2, 3, 1])
+        ([0, 2, 1, 4, 3, 5], [0, 2, 1, 3])
 
     Source: PipeDreamFlush and GpipeSchedule of Alpa 0.2.3.
     """
@@ -27,7 +27,7 @@ def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -
     if schedule == "inference":
         return forward
     if schedule == "gpipe":
-        return forward + [2 * k + 1 for k in reversed(range(microbatches))]
+        return forward + [2 * k + 1 for k in range(microbatches)]
     ahead = min(microbatches, stages - stage)
     order = forward[:ahead]
     for k in range(microbatches):
