@@ -533,11 +533,7 @@ class Connection:
         with self._lock, self._told(key):
             head = _head(key.encode(), nbytes | _ON_WIRE)
             _send_all(self._socket, (head, memoryview(struct.pack(_TAG, tag))))
-            try:
-                self._wire.send(self._endpoint, tag, payload, lambda: _cause_of_end(self._socket), self._room_s)
-            except OSError:
-                self.break_off()  # whatever comes next, the mailbox would wait for this payload
-                raise
+            self._wire.send(self._endpoint, tag, payload, lambda: _cause_of_end(self._socket), self._room_s)
 
     def send_file(self, key: str, file: Any, start: int, nbytes: int) -> None:
         """Send a part of a file as `send` does; a plain connection needs no copy of it.
@@ -562,6 +558,7 @@ class Connection:
         try:
             yield
         except OSError as error:
+            self.break_off()  # the mailbox would take whatever comes next for the rest of this message
             raise MeasurementError(
                 f"Message {key!r} could not be sent to {self._address[0]}:{self._address[1]}: {error}.",
                 "check that the receiving worker is alive.",

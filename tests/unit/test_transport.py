@@ -192,6 +192,19 @@ def test_a_peer_that_takes_nothing_ends_the_send():
             connection.close()
 
 
+def test_nothing_follows_the_half_of_a_message():
+    """Its receiver would take what follows for the other half."""
+    with contextlib.closing(Mailbox("127.0.0.1", CREDENTIALS, bound=0, peers_stay=True)) as box:
+        with contextlib.closing(Connection(("127.0.0.1", box.port), CREDENTIALS, LIMIT_S, room_s=0.2)) as connection:
+            with pytest.raises(MeasurementError, match="timed out"):
+                connection.send("half", bytes(1 << 26))
+            with box.patiently():  # now the mailbox reads on
+                with pytest.raises(MeasurementError, match="could not be sent"):
+                    connection.send("next", b"1" * (1 << 26))
+        with pytest.raises(PeerFailedError, match="the peer closed the connection within a message"):
+            box.take("half", LIMIT_S)
+
+
 def test_the_limit_is_on_each_wait_not_on_the_whole_message():
     """A long message over a slow link takes longer than the limit, while some of it is taken all the time."""
 
