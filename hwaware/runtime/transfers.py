@@ -107,7 +107,8 @@ class Peer:
         Raises:
             MeasurementError: Sending has failed.
         """
-        self._waiting.join()
+        with self._waiting.all_tasks_done:  # not join(): what comes after the thread's end stays unsent
+            self._waiting.all_tasks_done.wait_for(lambda: self._ended.is_set() or not self.unsent())
         self._raise_if_ended()
 
     def unsent(self) -> int:

@@ -7,8 +7,9 @@ import pytest
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials, new_secret
+from hwaware.runtime.recorder import Recorder
 from hwaware.runtime.settings import RuntimeSettings
-from hwaware.runtime.transfers import Transfers
+from hwaware.runtime.transfers import Outgoing, Peer, Transfers
 from hwaware.transport import Mailbox
 
 CREDENTIALS = Credentials(new_secret(), "test")
@@ -68,6 +69,24 @@ def test_a_send_that_fails_once_its_program_starts_over_is_no_failure_of_the_new
     (peer,) = pair[0]._peers.values()
     peer._thread.join(5)
     assert peer._ended.is_set()  # and the fixture finds no failure
+
+
+def test_nobody_waits_for_what_comes_after_the_end_of_the_sender():
+    mailbox, failures, raised = Mailbox("127.0.0.1", CREDENTIALS), [], []
+    mailbox.close()
+    peer = Peer(mailbox._address, CREDENTIALS, "an end", Recorder(), failures.append, 3.0)
+    peer._thread.join(5)
+    peer._waiting.put(Outgoing("key", numpy.ones(1), ...))  # as `send`, if it looked just before the end
+
+    def wait():
+        with pytest.raises(MeasurementError, match="has failed") as caught:
+            peer.wait_until_sent()
+        raised.append(caught)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert (len(failures), len(raised)) == (1, 1)
 
 
 def test_a_message_that_never_comes_is_named(pair):
