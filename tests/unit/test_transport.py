@@ -297,6 +297,13 @@ def test_a_peer_that_ends_without_a_farewell_has_failed(bounded):
         bounded.take("second", LIMIT_S)
 
 
+def test_whatever_ends_the_receiving_ends_the_waiting(bounded, connect):
+    bounded.admit = lambda key, nbytes, sender: [][1]  # as for an array to a device that the worker lacks
+    connect(bounded).send("key", b"1")
+    with pytest.raises(PeerFailedError, match="list index out of range"):
+        bounded.take("key", LIMIT_S)
+
+
 def test_a_farewell_is_no_failure(bounded):
     Connection(("127.0.0.1", bounded.port), CREDENTIALS).close()
     with pytest.raises(MeasurementError, match="did not arrive within"):
