@@ -13,6 +13,7 @@ from hwaware.errors import UnusableInputError
 from hwaware.ucx import Way, chosen, require_way
 
 Sends = Literal["overlapped", "blocking"]
+_LONGEST_S = 1e9  # Python can wait for 9.2e9 s, the system's own limit of a time in nanoseconds
 DIGESTS_VARIABLE, ENCRYPT_VARIABLE = "HWAWARE_MESSAGE_DIGESTS", "HWAWARE_ENCRYPT"
 
 
@@ -25,7 +26,7 @@ class RuntimeSettings:
         others: See `runtime_settings`.
 
     Raises:
-        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not above 0.
+        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not between 0 and 1e9 s.
     """
 
     sends: Sends = "overlapped"
@@ -44,9 +45,10 @@ class RuntimeSettings:
             )
         require_way(self.transfers)
         for name in ("receive_limit_s", "step_limit_s"):
-            if not getattr(self, name) > 0:
+            if not 0 < getattr(self, name) <= _LONGEST_S:
                 raise UnusableInputError(
-                    f"{name} is {getattr(self, name)!r}, expected a number of seconds above 0.", f"raise {name}."
+                    f"{name} is {getattr(self, name)!r}, expected more than 0 s and at most {_LONGEST_S:g} s.",
+                    "give such a number.",
                 )
 
 
@@ -116,7 +118,7 @@ def runtime_settings(
             use UCX. By default "auto", or the value of the environment variable HWAWARE_TRANSFERS.
 
     Raises:
-        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not above 0.
+        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not between 0 and 1e9 s.
 
     Example:
         >>> from hwaware import runtime_settings

@@ -22,7 +22,10 @@ def test_settings_hold_inside_the_block_also_after_an_exception():
     assert current() == RuntimeSettings()
 
 
-@pytest.mark.parametrize("wrong", [{"sends": "later"}, {"receive_limit_s": 0}, {"step_limit_s": float("nan")}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"sends": "later"}, {"receive_limit_s": 0}, {"step_limit_s": float("nan")}, {"receive_limit_s": float("inf")}],
+)
 def test_wrong_values_are_refused_at_once(wrong):
     with pytest.raises(UnusableInputError, match="To fix:"), hwaware.runtime_settings(**wrong):
         pass
