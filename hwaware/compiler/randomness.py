@@ -132,7 +132,8 @@ def _bind(
         )
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-    bounds = tuple(jnp.asarray(bound, dtype) for bound in bounds)
+    # An upper bound of integers may lie one beyond their type.
+    bounds = tuple(jnp.asarray(bound, None if sampler == "randint" else dtype) for bound in bounds)
     how = {"sampler": sampler, "shape": sizes, "dtype": dtype, "mode": mode, "batched": ()}
     return draw_primitive().bind(key_bits(key), *bounds, **how)
 

@@ -122,7 +122,7 @@ SAMPLERS = {
     "uniform": lambda key: jax.random.uniform(key, (5,), minval=-1.0, maxval=3.0),
     "normal": lambda key: jax.random.normal(key, (5,)),
     "randint": lambda key: jax.random.randint(key, (50,), -3, 90),
-    "randint of bytes": lambda key: jax.random.randint(key, (5, 2), 0, 200, "uint8"),
+    "randint of bytes": lambda key: jax.random.randint(key, (5, 2), 0, 256, "uint8"),
     "choice": lambda key: jax.random.choice(key, 1000, (5,)),
     "truncated": lambda key: jax.random.truncated_normal(key, -1.0, 1.0, (5,)),
     "bernoulli": lambda key: jax.random.bernoulli(key, 0.3, (50,)),
