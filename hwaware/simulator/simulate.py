@@ -80,7 +80,7 @@ def simulate(
     engine = run_blocking if sends == "blocking" else run_overlapped
     run = engine(plan.schedule, forward, backward, channels, plan.num_microbatches)
     once = _once_events(cost, run.ends)
-    events = _events(run, len(plan.stages)) + once
+    events = sorted(_events(run, len(plan.stages)) + once, key=lambda event: event.end_s)
     return Timeline(
         step_s=max([*run.ends, *(event.end_s for event in once)]),
         schedule=plan.schedule,
@@ -129,7 +129,7 @@ def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
             found.append(Event(kind="synchronisation", stage=index, start_s=end, end_s=middle))
         if stage.update_s > 0:
             found.append(Event(kind="update", stage=index, start_s=middle, end_s=middle + stage.update_s))
-    return sorted(found, key=lambda event: event.end_s)
+    return found
 
 
 def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: BoundaryPrice) -> List[Channel]:

@@ -258,7 +258,10 @@ def test_the_judge_and_the_simulator_agree_on_sums_that_gpipe_hides(parameter_by
     profile = ClusterProfile.uniform(hosts=3, flops_per_s=1e10, bandwidth_bytes_per_s=1e8, latency_s=0)
     work = workload([layer(1e10), layer(1e9, parameter_bytes=parameter_bytes)], 2)
     plan = chain("h0:0", ["h1:0", "h2:0"], num_microbatches=microbatches, schedule="gpipe")
-    assert hwaware.evaluate(plan, work, profile).step_s == pytest.approx(simulate(plan, work, profile).step_s)
+    timeline = simulate(plan, work, profile)
+    assert hwaware.evaluate(plan, work, profile).step_s == pytest.approx(timeline.step_s)
+    ends_s = [event.end_s for event in timeline.events]
+    assert ends_s == sorted(ends_s), "the last stage sums up while the first one computes"
 
 
 def test_renaming_changes_nothing():
