@@ -87,7 +87,7 @@ def processors_reference_s() -> float:
 
     Use it beside work that keeps all processors busy, such as a pipeline's step. Two virtual processors of one machine
     can differ by half for seconds, each slowed by others on its core. With more than eight processors, the kernel runs
-    on eight of those.
+    on five to eight, evenly spread.
 
     The function takes processor time, not wall time. Workers that wait for their step use a hundredth of a core each.
     The kernel waits for them, while a step under quotas does not. Four waiting mappings made the wall time 3 to 6 %
