@@ -21,6 +21,7 @@ from hwaware.patching import (
     batches,
     checkpoints,
     compiling,
+    donation,
     even_layers,
     failures,
     meshes,
@@ -66,6 +67,9 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
         rescuer = rescue.current()
         if rescuer is not None:
             rescuer.require(arguments)
+        # A batch that Alpa cuts has no memory of its own to give away.
+        flags = zip(arguments["donated_invars"], arguments["batch_invars"])
+        arguments["donated_invars"] = [given and not is_batch for given, is_batch in flags]
         if arguments["pipeline_schedule"] != "inference":
             _tidy(arguments)
         begin_s = time.monotonic()
@@ -424,6 +428,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     },
     "pipeline_parallel.computation": {
         "JaxPipelineComputation.outvars_def_order": ("0e90adbc08d2c92e", outvars_def_order),
+        "create_donation_mapping": ("e50f3c69ecea1a0c", donation.create_donation_mapping),
         "mark_missing_vars_in_backward_computation_pipeline_marks": ("98d07132f5299f21", names.mark_missing_vars),
     },
     "monkey_patch": {
@@ -434,7 +439,10 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "save_checkpoint": ("f7d568a1d6d6a5d5", checkpoints.save_checkpoint),
         "restore_checkpoint": ("b71389f7f81cf048", checkpoints.restore_checkpoint),
     },
-    "pipeline_parallel.apply_grad": {"slice_apply_gradient": ("55c3a7bb9fa41f88", slice_apply_gradient)},
+    "pipeline_parallel.apply_grad": {
+        "process_apply_gradient": ("2d05a5ce04dca9ff", donation.process_apply_gradient),
+        "slice_apply_gradient": ("55c3a7bb9fa41f88", slice_apply_gradient),
+    },
     "pipeline_parallel.layer_stats": {
         "eqn_flops": ("870255b02a28996d", names.eqn_flops),
         "heavy_count": ("9f8a21771f8b357c", names.heavy_count),

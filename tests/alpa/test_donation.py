@@ -56,6 +56,41 @@ def test_after_a_step_only_the_new_state_lives(pipeline):
         assert STATE_BYTES <= live_bytes(run) <= 1.1 * STATE_BYTES
 
 
+def test_a_donated_state_stays_on_its_stages_wherever_the_step_returns_it(pipeline):
+    def loss_first(state, batch):
+        state, loss = train_step(state, batch)
+        return loss, state
+
+    run = pipeline(loss_first, fresh_state(), batch_of(16), 2, 4, donate=(0,))
+    _, state = run.step_function(run.state, batch_of(16))
+    arrays = jax.tree_util.tree_leaves(state)
+    for mesh, arguments in zip(run.executable.mesh_group, run.executable.mesh_arg_indices):
+        assert all(arrays[place].device_mesh is mesh for place in arguments if place < len(arrays))
+
+
+def test_donated_arguments_without_a_like_result_stay(pipeline):
+    run = pipeline(lambda *given: train_step(*given)[1], fresh_state(), batch_of(16), 2, 4, donate=(0, 1))
+    first, again = (run.step_function(run.state, batch_of(16)) for _ in range(2))
+    np.testing.assert_array_equal(first._value, again._value)
+
+
+def test_which_result_takes_over_which_argument():
+    from hwaware.patching.donation import taken_over
+
+    small, large, whole = jnp.ones(2), jnp.ones(3), jnp.ones((), int)
+
+    def pairs(function, *arguments):
+        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+        found = taken_over(jaxpr.invars, [True] * len(jaxpr.invars), jaxpr.outvars)
+        return {jaxpr.invars.index(value): jaxpr.outvars.index(result) for value, result in found.items()}
+
+    assert pairs(lambda a, b: (a.sum(), a + 1, b + 1), small, large) == {0: 1, 1: 2}
+    assert pairs(lambda a, b: (b + 1, a.sum(), a + 1), small, large) == {0: 2, 1: 0}
+    assert pairs(lambda a, b: (3.0, a + 1, a + 1), small, whole) == {0: 1}
+    assert pairs(lambda a: a.sum(), whole) == {0: 0}
+    assert pairs(lambda a: a / 2, whole) == {}  # of another type
+
+
 @pytest.mark.thorough
 def test_what_is_not_donated_stays(pipeline):
     run = pipeline(train_step, fresh_state(), batch_of(16), 2, 4, donate=())
