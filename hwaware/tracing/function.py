@@ -228,9 +228,9 @@ def _flops(operations: Sequence[Operation]) -> float:
 
 
 def _check_counts(num_layers: int, microbatch_size: int) -> None:
-    for name, value in (("num_layers", num_layers), ("microbatch_size", microbatch_size)):
+    for name, value in (("number of layers", num_layers), ("number of samples per microbatch", microbatch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UnusableInputError(f"{name} is {value!r}, expected a whole number, at least 1.", f"set {name} to it.")
+            raise UnusableInputError(f"The {name} is {value!r}, expected a whole number above 0.", "correct it.")
 
 
 def _import_jax() -> Any:

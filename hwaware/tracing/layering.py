@@ -108,8 +108,8 @@ def _cut_forward(forward: List[Operation], graph: Graph, varying: Set[int], num_
     heavy = [index for index, operation in enumerate(forward) if operation.flops]
     if len(heavy) < num_layers:
         raise UnusableInputError(
-            f"num_layers is {num_layers}, but the forward pass has only {len(heavy)} matrix products and convolutions "
-            "to cut between (a scan counts as one).",
+            f"The number of layers is {num_layers}, but the forward pass has only {len(heavy)} matrix products and "
+            "convolutions to cut between (a scan counts as one).",
             f"ask for at most {len(heavy)} layers, or unroll the scan over the model's blocks.",
         )
     sizes = _crossing_sizes(forward, graph, varying)

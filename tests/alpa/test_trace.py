@@ -258,8 +258,8 @@ def not_traceable(state, batch):
         (in_a_scan, {}, "takes no gradient.*not inside lax.scan"),
         (not_traceable, {}, "cannot be traced"),
         (gradient_step(loss_of(square_layer)), {"num_layers": 4}, "only 3 matrix products.*at most 3 layers"),
-        (gradient_step(loss_of(square_layer)), {"num_layers": 0}, "num_layers is 0"),
-        (gradient_step(loss_of(square_layer)), {"microbatch_size": 2.5}, "microbatch_size is 2.5"),
+        (gradient_step(loss_of(square_layer)), {"num_layers": 0}, "number of layers is 0"),
+        (gradient_step(loss_of(square_layer)), {"microbatch_size": 2.5}, "samples per microbatch is 2.5"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(step, options, message):

@@ -44,7 +44,7 @@ def test_own_module_in_the_working_directory(tmp_path, monkeypatch):
     assert [layer["backward_flops"] for layer in document["layers"]] == [512, 1024]
 
 
-@pytest.mark.parametrize(("layers", "message"), [("0", "num_layers is 0"), ("9", "at most 2 layers")])
+@pytest.mark.parametrize(("layers", "message"), [("0", "number of layers is 0"), ("9", "at most 2 layers")])
 def test_too_few_and_too_many_layers(layers, message):
     result = CliRunner().invoke(main, ["trace", "mlp", "--blocks", "2", "--layers", layers])
     assert result.exit_code == 2

@@ -79,5 +79,5 @@ def test_casts_of_parameters_sink_to_their_readers():
 
 
 def test_more_layers_than_products_is_refused():
-    with pytest.raises(UnusableInputError, match=r"num_layers is 3, .* only 2 matrix products.*To fix: .*at most 2"):
+    with pytest.raises(UnusableInputError, match=r"layers is 3, .* only 2 matrix products.*To fix: .*at most 2"):
         layer_operations(graph(*CHAIN), [BATCH], 3)
