@@ -26,7 +26,7 @@ class _HashableDict(Dict[Any, Any]):
     """A dictionary that can be part of a key. It stands for the FrozenDict of older JAX."""
 
     def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items())))
+        return hash(frozenset(self.items()))
 
 
 def _placeholder(name: str) -> type:
@@ -101,6 +101,7 @@ def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
                 "make_jaxpr": programs.make_jaxpr,
             },
         ),
+        "jax._src.dispatch": (("jax._src.dispatch",), {}),
         "jax._src.lib": (("jax._src.lib",), {}),
         "jax._src.lib.xla_bridge": (bridge, {}),
         "jax._src.lib.xla_client": (("jaxlib.xla_client",), {"ops": _Facade("ops", (), {})}),
@@ -160,7 +161,8 @@ class _Facade(types.ModuleType):
         try:
             return importlib.import_module(inside)
         except ImportError:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
+            what = f"module {self.__name__!r} has no attribute {name!r}"
+            raise AttributeError(f"{what}: on this JAX, Alpa compiles only while hwaware is enabled") from None
 
 
 @functools.lru_cache(maxsize=None)

@@ -51,6 +51,20 @@ def test_donated_arguments_are_told_leaf_by_leaf():
     assert donation_vector((1,), (1, {"a": 2, "b": 3}), {"c": 4}) == (False, True, True, False)
 
 
+def test_static_dictionaries_with_the_same_values_have_one_hash():
+    from hwaware.compat import facades
+
+    frozen = facades.module("jax.experimental.maps").FrozenDict
+    assert hash(frozen({"a": 1, 2: "b"})) == hash(frozen({2: "b", "a": 1}))
+
+
+def test_a_name_that_alpa_misses_once_hwaware_is_disabled_says_so():
+    from hwaware.compat import facades
+
+    with pytest.raises(AttributeError, match="only while hwaware is enabled"):
+        assert facades.module("jax._src.dispatch").nothing_of_this_name
+
+
 def test_a_copy_on_a_device_keeps_its_values_when_the_array_changes():
     from hwaware.compat.client import put
 
