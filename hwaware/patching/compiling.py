@@ -151,9 +151,9 @@ def explained(error: Exception, frames: Any, function: str) -> AlpaError:
     """
     own: List[Any] = [frame for frame in frames if _package(frame.filename) in _OWN]
     last = own[-1]
-    if "divisable by num_micro_batches" in str(error):  # Alpa's spelling
-        what = f"The microbatches of {function} cannot have the same number of samples: {_text(error)}."
-        return AlpaError(what, "give a batch whose number of samples is a multiple of num_micro_batches.")
+    if frames[-1].name == "trace_jaxpr_with_micro_batch":
+        what = f"The batch of {function} cannot be cut into microbatches: {_text(error)}."
+        return AlpaError(what, "give arrays of equally many samples, a multiple of num_micro_batches.")
     does = next((_DOES[frame.name] for frame in reversed(own) if frame.name in _DOES), "compiled it")
     place = f"{last.name}, {os.path.basename(last.filename)}:{last.lineno}"
     return AlpaError(

@@ -383,6 +383,11 @@ def _traced(arguments: Any) -> Workload:
     from hwaware.tracing.from_alpa import workload_from_alpa_layers
 
     donations, returned = arguments["apply_grad_global_info"]
+    if arguments["batch_size"] is None:
+        raise AlpaError(
+            "The function has no batch: batch_argnums of alpa.parallelize names no argument with an array.",
+            "let batch_argnums name the arguments with the samples, counted from 0: batch_argnums=(1,).",
+        )
     return workload_from_alpa_layers(
         arguments["layers"],
         arguments["accumulator_mapping"],

@@ -186,6 +186,25 @@ def test_auto_is_hardware_aware_while_enabled(before, profile, model):
         mesh.launched_physical_mesh_group.shutdown()
 
 
+@pytest.mark.parametrize("named", [(), (-1,)])
+def test_a_function_whose_batch_has_no_name_is_refused(before, profile, model, named):
+    import alpa
+
+    import hwaware
+    from hwaware.errors import AlpaError
+    from hwaware.patching import meshes
+
+    with hwaware.enabled(profile):
+        method = alpa.PipeshardParallel(devices=meshes.cluster_mesh(meshes.device_counts(profile)), stage_option="auto")
+        step = alpa.parallelize(
+            lambda state, batch: model.train_step(state, batch, value_and_grad=alpa.value_and_grad),
+            method=method,
+            batch_argnums=named,
+        )
+        with pytest.raises(AlpaError, match=r"has no batch: batch_argnums.*To fix:"):
+            step(model.initial_state(), model.batch(0, 16))
+
+
 def test_what_was_placed_in_a_block_is_shut_down_after_it(before, profile, model, tmp_path):
     import alpa
 

@@ -367,13 +367,21 @@ def test_a_batch_that_microbatches_do_not_divide_is_named_and_keeps_its_trace():
     from hwaware.errors import AlpaError
 
     whole = (
-        r"microbatches of step cannot have .*: The batch size .* batch_size = 8, .*To fix: give a batch whose number"
+        r"batch of step cannot be cut into microbatches: The batch size .* batch_size = 8, .*To fix: give .* a multiple"
     )
     with pytest.raises(AlpaError, match=whole) as caught:
         compiled(simple(lambda p, b: errors(p, b).mean()), parts=3)
     cause = caught.value.__cause__
     assert isinstance(cause, AssertionError)
     assert cause.__traceback__ is not None
+
+
+def test_a_batch_of_unlike_numbers_of_samples_is_named(monkeypatch):
+    from hwaware.errors import AlpaError
+
+    monkeypatch.setitem(BATCH, "z", np.ones(2, np.float32))
+    with pytest.raises(AlpaError, match=r"batch of step cannot be cut .*To fix: give arrays of equally many samples"):
+        compiled(simple(lambda p, b: errors(p, b).mean()))
 
 
 def test_errors_of_the_programs_own_code_pass():
