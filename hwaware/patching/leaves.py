@@ -70,8 +70,7 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
         # A batch that Alpa cuts has no memory of its own to give away.
         flags = zip(arguments["donated_invars"], arguments["batch_invars"])
         arguments["donated_invars"] = [given and not is_batch for given, is_batch in flags]
-        if arguments["pipeline_schedule"] != "inference":
-            _tidy(arguments)
+        _tidy(arguments)
         begin_s = time.monotonic()
         config = observing.compiled(arguments, compiled)
         if rescuer is not None:
@@ -89,13 +88,17 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
 
 
 def _tidy(arguments: Dict[str, Any]) -> None:
-    """Put the step into a form that Alpa can cut, and log warnings about Alpa's averages over microbatches."""
-    micro, full = arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"]
-    count, names = arguments["num_microbatch"], compiling.names_of_step()
-    tidied = steps.tidied(micro, full, arguments["batch_invars"], count, arguments["pipeline_schedule"], names)
-    arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"] = tidied
-    if full is not None:
-        for warning in scaling.warnings_of(*tidied, count, names):
+    """Put a step into a form that Alpa can cut, and log warnings about Alpa's averages over microbatches."""
+    programs = arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"]
+    count, names, schedule = arguments["num_microbatch"], compiling.names_of_step(), arguments["pipeline_schedule"]
+    if schedule != "inference":
+        programs = steps.tidied(*programs, arguments["batch_invars"], count, schedule, names)
+        arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"] = programs
+    elif programs[1] is not None:
+        micro, full = (program.jaxpr.outvars for program in programs)
+        steps.require_same_results(micro, full, count, "The function")
+    if programs[1] is not None:
+        for warning in scaling.warnings_of(*programs, count, names, schedule == "inference"):
             LOG.warning(warning)
 
 

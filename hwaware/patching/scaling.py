@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from hwaware.compat.jaxprs import MARKER, called_programs, is_literal, open_jaxpr
+from hwaware.compat.jaxprs import MARKER, called_programs, is_literal, open_jaxpr, variables
 from hwaware.patching.steps import Names, mark_of, parts_of
 
 SUM = (
@@ -47,7 +47,7 @@ class _Trait(NamedTuple):
     is_ratio: bool = False
 
 
-def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[str]:
+def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inference: bool = False) -> List[str]:
     """Return the warnings about averages over microbatches that a program's user needs.
 
     Args:
@@ -55,29 +55,34 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[
         full: The same step, traced with the whole batch.
         microbatches: The number of microbatches.
         names: The names of results in messages.
+        inference: True if the program takes no gradient.
     """
     traits = _Traits(microbatches)
     if not traits.follow(*(program.jaxpr.eqns for program in (micro, full))):
         return []
-    found = []
-    marked = list(parts_of(micro).marker.outvars)
-    loss, is_divided = traits.loss(full), traits.divides_afterwards(micro, full)
-    first = next((place for place, result in enumerate(micro.jaxpr.outvars) if marked and result is marked[0]), None)
-    if loss is not None and loss.degree == 1 and not is_divided:
-        found.append(SUM.format(parts=microbatches))
-    elif loss is not None and loss.is_ratio:
-        found.append(RATIO.format(parts=microbatches))
+    found: List[str] = []
+    marked, first, is_divided = variables(micro.jaxpr.outvars), None, False
+    if not inference:
+        marked = list(parts_of(micro).marker.outvars)
+        loss, is_divided = traits.loss(full), traits.divides_afterwards(micro, full)
+        first = next(
+            (place for place, result in enumerate(micro.jaxpr.outvars) if marked and result is marked[0]), None
+        )
+        if loss is not None and loss.degree == 1 and not is_divided:
+            found.append(SUM.format(parts=microbatches))
+        elif loss is not None and loss.is_ratio:
+            found.append(RATIO.format(parts=microbatches))
     for index, (result, whole) in enumerate(zip(micro.jaxpr.outvars, full.jaxpr.outvars)):
         is_integer = not is_literal(result) and getattr(result.aval.dtype, "kind", "") in tuple("iu")
-        if is_integer and result.aval.shape == whole.aval.shape and result in marked:
+        if is_integer and result.aval.shape == whole.aval.shape and result in marked and traits.varies(whole):
             found.append(
                 f"{names.result(index)} of the step is {result.aval.dtype}. Alpa averages it over the {microbatches} "
-                "microbatches and cuts off the fraction. To fix: let the loss return it as float32."
+                "microbatches and cuts off the fraction. To fix: return it as float32."
             )
         elif _is_scalar(result) and result in marked and traits.grows(whole) and not is_divided and index != first:
             found.append(
                 f"{names.result(index)} of the step is a sum over the samples. Alpa averages it over the microbatches, "
-                f"so it is 1/{microbatches} of that of the whole batch. To fix: let the loss return a mean."
+                f"so it is 1/{microbatches} of that of the whole batch. To fix: return a mean."
             )
     return found
 
@@ -98,6 +103,10 @@ class _Traits:
         if [one.primitive.name for one in small] != [one.primitive.name for one in large]:
             return False
         return all(self._one(*pair) for pair in zip(small, large))
+
+    def varies(self, value: Any) -> bool:
+        """Return False for a constant, or a value that the program makes of its arguments without the samples."""
+        return self._known.get(value, _Trait()) != _Trait()
 
     def grows(self, value: Any) -> bool:
         """Return True if a value is in proportion to the number of samples."""

@@ -62,7 +62,7 @@ def tidied(
     whole = micro if full is None else full
     cut = [flag and microbatches > 1 for flag in batch]
     if full is not None:
-        _require_same_results(micro, full, microbatches)
+        require_same_results(parts_of(micro).marker.outvars, parts_of(full).marker.outvars, microbatches, "The loss")
         _require_no_samples_in_update(micro, full, cut, names)
     micro, whole = _independent_results(micro, whole, cut)
     whole_layers = [_with_copied_numbers(_without_prologue(program, cut, names)) for program in (micro, whole)]
@@ -130,24 +130,35 @@ def _require_one_gradient(micro: Any, schedule: str) -> None:
         )
 
 
-def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
-    """Refuse bools from alpa.grad, and values whose shape depends on the batch otherwise than by one row a sample."""
-    shapes = [[tuple(v.aval.shape) for v in parts_of(program).marker.outvars] for program in (micro, full)]
-    types = [str(v.aval.dtype) for v in parts_of(micro).marker.outvars]
+def require_same_results(micro: Sequence[Any], full: Sequence[Any], microbatches: int, whose: str) -> None:
+    """Refuse averages of bools, and values whose shape depends on the batch otherwise than by one row a sample.
+
+    Args:
+        micro: The results of the program with one microbatch.
+        full: The results with the whole batch.
+        microbatches: The number of microbatches.
+        whose: The start of messages: who returns it.
+
+    Raises:
+        AlpaError: Alpa can neither average nor join a value.
+    """
+    shapes = [[tuple(v.aval.shape) for v in values] for values in (micro, full)]
+    types = [str(v.aval.dtype) for v in micro]
     if any(kind == "bool" and shape == whole for kind, shape, whole in zip(types, *shapes)):
         raise AlpaError(
-            "The loss returns a bool beside its value, but Alpa averages such values over the microbatches.",
+            f"{whose} returns a bool without a row for each sample, but Alpa averages such values over the "
+            "microbatches.",
             'return it as a number: value.astype("float32") is then the part of the microbatches in which it holds.',
         )
     if len(shapes[0]) != len(shapes[1]):
         raise AlpaError(
-            f"The loss returns {len(shapes[0])} values with one microbatch, and {len(shapes[1])} with the whole batch.",
-            "let the loss return as many values whatever the size of the batch.",
+            f"{whose} returns {len(shapes[0])} values with one microbatch, and {len(shapes[1])} with the whole batch.",
+            "return as many values whatever the size of the batch.",
         )
     for part, whole in zip(*shapes):
         if part != whole and (part[1:] != whole[1:] or part[0] * microbatches != whole[0]):
             raise AlpaError(
-                f"The loss returns a value of the shape {part} with one microbatch, and of {whole} with the whole "
+                f"{whose} returns a value of the shape {part} with one microbatch, and of {whole} with the whole "
                 "batch.",
                 "return values with one row a sample, or of a shape that does not depend on the batch.",
                 found=part,

@@ -135,7 +135,7 @@ REFUSED = {
     rows_of_the_whole_batch: r"of the shape \(4, 4\) with one microbatch, and of \(8, 8\)",
     whole_number_before: r"Result 3 of the step is computed from samples, before the loss, as int32",
     rows_before_summed_after: r"Result 0 of the step is computed after the gradient from a value with one row for each",
-    bool_beside: r"The loss returns a bool beside its value.*as a number",
+    bool_beside: r"The loss returns a bool without a row.*as a number",
 }
 
 
@@ -265,6 +265,38 @@ def test_averages_over_microbatches_that_are_not_the_batchs_own_are_warned_of(na
     assert all(one.startswith(expected) and one.count("To fix:") == 1 for one in found)
 
 
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        (lambda x: x, None),
+        (lambda x: x.mean(), None),
+        (lambda x: jnp.arange(x.shape[1]) + 1, None),
+        (lambda x: x.sum(), "Result 0 of the step is a sum over the samples"),
+        (lambda x: (x > 0).sum(), "Result 0 of the step is int32"),
+    ],
+)
+def test_averages_of_inference_are_warned_of(result, expected):
+    from hwaware.patching import scaling, steps
+
+    def function(params, batch):
+        return (result(network(params, batch)),)
+
+    micro, full = (traced(function, parts)[0] for parts in (PARTS, 1))
+    found = scaling.warnings_of(micro, full, PARTS, steps.Names(), inference=True)
+    assert [one.partition(". Alpa")[0] for one in found] == ([expected] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [(lambda x: x.T, "shape .* with one microbatch"), (lambda x: (x > 0).all(), "a bool without a row")],
+)
+def test_results_of_inference_that_alpa_cannot_join_are_refused(result, message):
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=rf"The function returns .*{message}.*To fix:"):
+        compiled(lambda params, batch: result(network(params, batch)), pipeline_schedule="inference")
+
+
 def split_before(state, batch):
     params, key, seen = state
     key, used = jax.random.split(key)
@@ -349,7 +381,7 @@ def test_more_layers_than_operations_are_refused():
         traced(blocks(1), 1, alpa.AutoLayerOption(layer_num=99))
 
 
-def compiled(function, parts=PARTS):
+def compiled(function, parts=PARTS, **options):
     import alpa
 
     from hwaware.patching import meshes
@@ -359,6 +391,7 @@ def compiled(function, parts=PARTS):
         num_micro_batches=parts,
         layer_option=alpa.ManualLayerOption(),
         stage_option=alpa.UniformStageOption(),
+        **options,
     )
     return alpa.parallelize(function, method=method, donate_argnums=()).get_executable(WEIGHTS, BATCH)
 
