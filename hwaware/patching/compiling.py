@@ -39,6 +39,7 @@ _CALLERS = ("ret", "wrapped", "trace_jaxpr_with_micro_batch")
 # Packages that Alpa and hwaware call: an error below them is about what Alpa or hwaware asked for.
 _CALLED = ("standard", *JAX_PACKAGES, "numpy", "scipy", "numba", "pulp", "ray", "opt_einsum", "msgspec")
 _OWN = ("alpa", "hwaware")
+_SCHEDULES = ("1f1b", "1f1b_overlap_friendly", "gpipe", "inference")
 
 
 def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
@@ -49,6 +50,7 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
     def replacement(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
         stage_option.set_function(arguments["fun"])
+        _require_method(arguments["pipeline_schedule"], arguments["num_microbatch"])
         stage_option.require_profile(arguments["stage_option"], arguments["virtual_mesh"])
         _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
         for index, (aval, is_batch) in enumerate(zip(arguments["avals"], arguments["batch_invars"])):
@@ -71,6 +73,15 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
             _Context.trees = ()
 
     return replacement
+
+
+def _require_method(schedule: str, microbatches: int) -> None:
+    for name, found, is_known, expected in (
+        ("pipeline_schedule", schedule, schedule in _SCHEDULES, ", ".join(_SCHEDULES)),
+        ("num_micro_batches", microbatches, microbatches >= 1, "at least 1"),
+    ):
+        if not is_known:
+            raise AlpaError(f"{name} is {found!r}, expected {expected}.", "correct alpa.PipeshardParallel.")
 
 
 class _Context:

@@ -191,7 +191,17 @@ def test_a_number_among_the_batch_is_refused(monkeypatch):
     from hwaware.errors import AlpaError
     from hwaware.patching import compiling, stage_option
 
-    def original(fun, in_tree, out_tree_thunk, batch_invars, virtual_mesh, stage_option, *avals):
+    def original(
+        fun,
+        in_tree,
+        out_tree_thunk,
+        batch_invars,
+        virtual_mesh,
+        num_microbatch,
+        pipeline_schedule,
+        stage_option,
+        *avals,
+    ):
         raise AssertionError("it is refused before")
 
     monkeypatch.setattr(stage_option, "require_profile", lambda *_: None)
@@ -199,7 +209,7 @@ def test_a_number_among_the_batch_is_refused(monkeypatch):
     avals = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4,), (), (8, 4))]
     compiled = compiling.compile_pipeshard_executable(original)
     with pytest.raises(AlpaError, match=r"is a number, and cannot be cut into microbatches.*To fix: give it"):
-        compiled(None, tree, lambda: tree, [False, True, True], None, None, *avals)
+        compiled(None, tree, lambda: tree, [False, True, True], None, 2, "1f1b", None, *avals)
 
 
 def simple(loss):
@@ -407,6 +417,20 @@ def test_a_batch_that_microbatches_do_not_divide_is_named_and_keeps_its_trace():
     cause = caught.value.__cause__
     assert isinstance(cause, AssertionError)
     assert cause.__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parts": 0}, "num_micro_batches is 0"),
+        ({"pipeline_schedule": "f1b1"}, "pipeline_schedule is 'f1b1', .* gpipe"),
+    ],
+)
+def test_a_method_that_alpa_cannot_run_is_refused(options, message):
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=rf"{message}.*To fix:"):
+        compiled(simple(lambda p, b: errors(p, b).mean()), **options)
 
 
 def test_a_batch_of_unlike_numbers_of_samples_is_named(monkeypatch):
