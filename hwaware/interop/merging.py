@@ -109,9 +109,9 @@ class _Known:
             raise UnusableInputError(
                 f"{reading.file} does not name its {end.role}; the profile has {known}.", f"add {option} NAME."
             )
-        if end.is_given:
+        if end.option:
             raise UnusableInputError(
-                f"--{end.role} names {end.names[0]}, which the profile does not have; it has {known}.",
+                f"{end.option} names {end.names[0]}, which the profile does not have; it has {known}.",
                 "name one of these hosts.",
             )
         count = f" device {end.device} of" if end.device is not None else ""
@@ -396,7 +396,7 @@ def _derived(
             pairs += [(host, host) for host in crossed if [hosts[each] for each in ids].count(host) > 1]
             n = len(ids)
             first, last = one.points[0], max(one.points, key=lambda point: point.bytes)
-            hops = (2 if one.op == "all-reduce" else 1) * (n - 1)
+            hops = (nccl_tests.bus_factor(one.op, n) or 0.0) * n
             rate = last.bytes / n * hops / last.seconds / (n if one.op == "all-to-all" else 1)
             for pair in pairs:
                 before = found.get(pair)

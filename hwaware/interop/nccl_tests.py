@@ -9,7 +9,7 @@ is that of the slowest link of the ring. In a ring of two ranks, the link is bus
 
 Versions differ in columns. Tables have `error`, a difference, or `#wrong`, a count, and since 2.13 `root`. The line
 "Out of bounds values : 0 OK" after a table decides if results are right, and `out_of_bounds` in JSON. JSON is of
-version 1 (src/util.cu).
+version 1 or 2 (src/util.cu). Newer versions can also count bits that differ between repetitions, "Bitwise mismatches".
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ _NUMBER = r"[0-9][0-9.]*(?:e[+-]?\d+)?"
 _START = re.compile(r"(?<![\w.:-])(\d{1,18})\s+(\d{1,18})\s+([A-Za-z]\w*)\s+([A-Za-z]\w*)(?:\s+(-?\d+))?(.*)")
 _TIMES = re.compile(rf"\s*({_NUMBER})\s+({_NUMBER})\s+({_NUMBER})\s+(\S+)")
 _VERDICT = re.compile(r"Out of bounds values\s*:\s*(\S+)\s+(OK|FAILED)")
+_MISMATCHES = re.compile(r"Bitwise mismatches\s*:\s*\S+\s+FAILED")
 _FIX = (
     "give the output of all_reduce_perf, all_gather_perf, reduce_scatter_perf, alltoall_perf or sendrecv_perf, as text "
     "or with -J."
@@ -128,6 +129,9 @@ def read(path: str, text: str, found: Documents, op: Optional[str] = None, only:
     remarks: List[str] = []
     if from_json and found.is_cut:
         remarks.append(f"{path} ends in the middle of a document; hwaware took the results that are whole.")
+    differing = (table(one.get("bitwise_mismatches")).get("okay") in (False, "false") for one in from_json)
+    if any(differing) or (not from_json and _MISMATCHES.search(text)):
+        remarks.append(f"{path} has bitwise mismatches: repeated operations gave other bits. hwaware took the times.")
     if only is not None:
         if not 1 <= only <= len(tables):
             raise RecordError(f"{path} has {len(tables)} tables, not a table {only}.", "give --table 1, 2, ...")
@@ -280,7 +284,8 @@ class _Log:
     def _judge(self, verdict: Any) -> None:
         open_ones = [draft for draft in self._drafts if not draft["checked"]]
         if verdict.group(2) == "FAILED" and open_ones:
-            raise _wrong_values(self._path, verdict.group(1), f"in table {len(self._drafts)}")
+            number = sum(bool(draft["rows"]) for draft in self._drafts) or 1  # as `tables` counts
+            raise _wrong_values(self._path, verdict.group(1), f"in table {number}")
         for draft in open_ones:
             if draft["ranks"] is self._ranks:  # a run that was cut off before has no verdict
                 draft["checked"] = True

@@ -46,13 +46,13 @@ class End(NamedTuple):
         names: The host's name and addresses, best first; empty if the file does not name the host.
         role: The name for a host without names: "host", "client" or "server".
         device: Index of the device on the host; None means the host itself.
-        is_given: True if an option names the host, such as --client.
+        option: Option that names the host, such as --client; empty if the file names it.
     """
 
     names: Tuple[str, ...] = ()
     role: str = "host"
     device: Optional[int] = None
-    is_given: bool = False
+    option: str = ""
 
     def shown(self) -> str:
         """Return the end as messages name it."""
@@ -135,9 +135,10 @@ def with_names(reading: Reading, roles: Mapping[str, str], renamed: Mapping[str,
 
     def named(end: End) -> End:
         if end.role in roles:
-            return end._replace(names=(roles[end.role],), is_given=True)
+            return end._replace(names=(roles[end.role],), option=f"--{end.role}")
         first = sorted(end.names, key=lambda name: name not in renamed)  # a new profile takes the first name
-        return end._replace(names=tuple(renamed.get(name, name) for name in first))
+        option = "" if renamed.keys().isdisjoint(first) else "--rename"
+        return end._replace(names=tuple(renamed.get(name, name) for name in first), option=option)
 
     return reading._replace(
         devices=tuple(one._replace(end=named(one.end)) for one in reading.devices),

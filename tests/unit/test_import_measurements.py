@@ -153,6 +153,29 @@ def test_the_verdict_decides_not_the_error_column(imported, tmp_path):
     imported("nccl-tests", json.dumps({**json_log(), "out_of_bounds": {"count": 0, "okay": "true"}}))
 
 
+def test_bitwise_mismatches_are_a_remark(imported):
+    """The option that repeats operations adds a column, two lines, and keys of JSON (src/util.cu of nccl-tests)."""
+    half = "   10.00    0.10    0.10       0         5"
+    table = [f"        1024           256     float     sum      -1{half}{half}"]
+    header = NEW.replace("#wrong", "#wrong  #bitdiff")
+    verdict = "0 OK\n# Bitwise mismatches   : 2 FAILED"
+    text = log(table=table, header=header, verdict=verdict)
+    document = {**json_log(), "version": 2, "bitwise_mismatches": {"count": 2, "okay": "false"}}
+    for content in (text, json.dumps(document)):
+        profile, said = imported("nccl-tests", content)
+        assert profile.collectives[0].points[0].seconds == pytest.approx(1e-5)
+        assert said.count("has bitwise mismatches") == 1
+    assert "has bitwise" not in imported("nccl-tests", text.replace("2 FAILED", "0 OK"))[1]
+    document["bitwise_mismatches"]["okay"] = "true"
+    assert "has bitwise" not in imported("nccl-tests", json.dumps(document))[1]
+
+
+def test_wrong_values_name_the_number_that_table_takes(tmp_path):
+    """Tables without a rate have no number."""
+    text = log() + log(table=rows(sizes=(0,))) + log(verdict="7 FAILED")
+    assert "in table 2." in refused("nccl-tests", text, tmp_path)
+
+
 def test_the_first_versions_had_milliseconds(imported):
     header = (
         "#      bytes             N    type      op     time  algbw  busbw      res     time  algbw  busbw      res"
@@ -361,6 +384,14 @@ def test_a_host_that_the_profile_lacks_is_refused_with_the_option_for_it(tmp_pat
         message = refused(name, text, tmp_path, "--into", path, option, "amdd")
         end = "names amdd, which the profile does not have; it has amd, two. To fix: name one of these hosts."
         assert message == f"Error: {option} {end}"
+
+
+def test_a_rename_to_a_host_that_the_profile_lacks_names_those_it_has(tmp_path):
+    cluster(FOUR).save(tmp_path / "c.json")
+    message = refused("nccl-tests", log(), tmp_path, "--rename", "h1=h7", "--into", tmp_path / "c.json")
+    assert message.endswith(
+        "--rename names h7, which the profile does not have; it has h0, h1. To fix: name one of these hosts."
+    )
 
 
 def test_a_rename_of_a_host_that_no_file_names_is_refused(tmp_path):
