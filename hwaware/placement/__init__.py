@@ -22,6 +22,7 @@ import msgspec
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.deprecation import keyword_only
+from hwaware.errors import UnusableInputError
 from hwaware.formatting import BYTES, text
 from hwaware.placement.alpa_dp import training_dp
 from hwaware.placement.choices import check_choices, read_pins, remaining, with_reserve
@@ -106,16 +107,20 @@ def plan(
         ('optimal', ('h0:0',), 2.4)
     """
     check_choices(
-        num_microbatches, global_batch, solver, target, time_limit_s, judge is not None, seed, schedule, objective,
+        num_microbatches, global_batch, solver, target, time_limit_s, judge, rule, seed, schedule, objective,
         max_devices_per_stage,
     )  # fmt: skip
-    left = with_reserve(remaining(profile, [exclude] if isinstance(exclude, str) else exclude), reserve_bytes)
+    for name, record, kind in (("workload", workload, Workload), ("profile", profile, ClusterProfile)):
+        if not isinstance(record, kind):
+            what = f"{name} is a {type(record).__name__}, expected a {kind.__name__}."
+            raise UnusableInputError(what, f"give the {name}, as hwaware.{kind.__name__}.load returns it.")
+    left = with_reserve(remaining(profile, exclude), reserve_bytes)
     problem = Problem(
-        PreparedCosts(workload, left, schedule), num_microbatches or 1, objective, time_limit_s, target,
-        max_devices_per_stage, seed, read_pins(pins or {}, workload, left), judge, rule,
+        PreparedCosts(workload, left, schedule), int(num_microbatches or 1), objective, time_limit_s, target,
+        max_devices_per_stage, int(seed or 0), read_pins(pins or {}, workload, left), judge, rule,
     )  # fmt: skip
     if num_microbatches is None and global_batch is not None:
-        found = solve_open(SOLVERS[solver], problem, global_batch)
+        found = solve_open(SOLVERS[solver], problem, int(global_batch))
     else:
         found = SOLVERS[solver].solve(problem)
     if found.status != "infeasible" or not reserve_bytes:

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
+from numbers import Integral, Real
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Tuple, Union, get_args
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.placement.problem import SOLVERS
-from hwaware.plans import Objective, Schedule
+from hwaware.plans import Objective, Plan, Schedule
 from hwaware.records import MOST_COUNT
 from hwaware.workload import Workload
 
 
 def check_choices(
     num_microbatches: Optional[int], global_batch: Optional[int], solver: str, target: str, time_limit_s: float,
-    has_judge: bool, seed: int, schedule: str, objective: str, most_devices: Optional[int],
+    judge: Optional[Callable[[Plan], float]], rule: Optional[Callable[..., bool]], seed: int, schedule: str,
+    objective: str, most_devices: Optional[int],
 ) -> None:  # fmt: skip
     """Raise UnusableInputError for a value that does not exist."""
+    counts = (
+        ("num_microbatches", num_microbatches), ("global_batch", global_batch),
+        ("max_devices_per_stage", most_devices), ("seed", seed),
+    )  # fmt: skip
+    for name, value in counts:
+        said = f"{name} is {value!r}, expected a whole number."
+        _require(value is None or isinstance(value, Integral), said, "give an int.", value)
+    for name, called in (("judge", judge), ("rule", rule)):
+        said = f"{name} is {called!r}, expected a function."
+        _require(called is None or callable(called), said, "give a function, or leave it out.", called)
     if num_microbatches is None:
         _require(
             global_batch is not None and 1 <= global_batch <= MOST_COUNT,
@@ -26,20 +38,20 @@ def check_choices(
     else:
         said = f"num_microbatches is {num_microbatches} and global_batch is {global_batch}, expected one of the two."
         _require(global_batch is None, said, "leave one out; a workload holds the samples of a microbatch.")
-    for name, value, least in (
-        ("num_microbatches", num_microbatches, 1), ("max_devices_per_stage", most_devices, 1), ("seed", seed, 0),
-    ):  # fmt: skip
+    for name, value in counts:
+        least = 0 if name == "seed" else 1
         said = f"{name} is {value}, expected at least {least}."
         _require(value is None or value >= least, said, f"give {least} or more.", value)
     said = f"num_microbatches is {num_microbatches}, expected at most {MOST_COUNT}."
     _require((num_microbatches or 0) <= MOST_COUNT, said, "give fewer.", num_microbatches, MOST_COUNT)
     require_solver(solver)
     _require_one_of("target", target, ("alpa", "any"))
-    _require(time_limit_s > 0, f"time_limit_s is {time_limit_s}, expected more than 0.", "give a time in seconds.")
+    said = f"time_limit_s is {time_limit_s!r}, expected more than 0."
+    _require(isinstance(time_limit_s, Real) and time_limit_s > 0, said, "give a time in seconds.", time_limit_s)
     _require_one_of("schedule", schedule, get_args(Schedule))
     _require_one_of("objective", objective, get_args(Objective))
     known = f"the solver {solver!r} knows no other judge."
-    _require(not has_judge or solver == "annealing", known, "use solver annealing with a judge.")
+    _require(judge is None or solver == "annealing", known, "use solver annealing with a judge.")
 
 
 def _require(right: bool, what: str, fix: str, found: Any = None, expected: Any = None) -> None:
@@ -57,8 +69,16 @@ def require_solver(solver: str) -> None:
     _require_one_of("solver", solver, tuple(SOLVERS))
 
 
-def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile:
+def _listed(what: str, names: Union[str, Iterable[str]]) -> List[str]:
+    """Return one name or several as a list, or raise UnusableInputError."""
+    said = f"{what} is {names!r}, expected a name or a list of names."
+    _require(isinstance(names, Iterable), said, "give hosts or devices of the cluster.", names)
+    return [names] if isinstance(names, str) else list(names)
+
+
+def remaining(profile: ClusterProfile, exclude: Union[str, Iterable[str]]) -> ClusterProfile:
     """Return the profile without the excluded hosts and devices, or raise UnusableInputError."""
+    exclude = _listed("exclude", exclude)
     if not exclude:
         return profile
     known = [host.name for host in profile.hosts] + [device.id for device in profile.devices]
@@ -78,6 +98,8 @@ def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile
 
 def with_reserve(profile: ClusterProfile, reserve_bytes: float) -> ClusterProfile:
     """Return the profile with so much less memory on each device, or raise UnusableInputError."""
+    said = f"reserve_bytes is {reserve_bytes!r}, expected a number of bytes."
+    _require(isinstance(reserve_bytes, Real), said, "give for example 2e9.", reserve_bytes)
     try:
         return profile.keeping_free(reserve_bytes)
     except ValueError as error:
@@ -89,8 +111,10 @@ def read_pins(
     pins: Mapping[Union[int, str], Union[str, Sequence[str]]], workload: Workload, profile: ClusterProfile
 ) -> Dict[int, Tuple[str, ...]]:
     """Return layer numbers and the ids of the devices that may run them, or raise UnusableInputError."""
+    said = f"pins is {pins!r}, expected a dict from layers to hosts or devices."
+    _require(isinstance(pins, Mapping), said, 'give for example {0: "h1"}.', pins)
     return {
-        _layer(layer, workload): _devices([places] if isinstance(places, str) else places, profile)
+        _layer(layer, workload): _devices(_listed(f"the pin of layer {layer!r}", places), profile)
         for layer, places in pins.items()
     }
 

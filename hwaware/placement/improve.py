@@ -16,7 +16,7 @@ from msgspec.structs import replace as _changed
 
 from hwaware.costs.evaluate import price_stages
 from hwaware.costs.stages import LocatedStage, SharedReplica, located
-from hwaware.errors import PlanError
+from hwaware.errors import PlanError, UnusableInputError
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.ways import alpa_runs, splits, whole_shares
@@ -69,6 +69,9 @@ class Judge:
             value = cost.objective_s(problem.objective, sum(len(stage.devices) for stage in state))
         else:
             value = problem.judge(problem.plan(state))
+            if value is None or math.isnan(value):
+                what = f"the judge returned {value!r} for a plan, expected seconds."
+                raise UnusableInputError(what, "let it return a number for every plan.")
         return Price(over > 0, value * (1 + OVER_MEMORY * over))
 
     def allows(self, stage: LocatedStage) -> bool:

@@ -7,6 +7,7 @@ import random
 import sys
 
 import instances
+import numpy as np
 import pytest
 from builders import cluster, device, layer, seeds, timed, workload
 
@@ -195,6 +196,42 @@ def test_an_open_number_alone_needs_a_global_batch(choices):
     one = instances.replicated_stages(random.Random(1), 4, 3)
     with pytest.raises(UnusableInputError, match=r"microbatches is open|global_batch is 12, expected one"):
         hwaware.plan(one.workload, one.profile, **choices)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"num_microbatches": "8"},
+        {"num_microbatches": 8.0},
+        {"num_microbatches": None, "global_batch": "64"},
+        {"num_microbatches": None, "global_batch": 64.0},
+        {"seed": "a"},
+        {"max_devices_per_stage": 1.5},
+        {"time_limit_s": "60"},
+        {"time_limit_s": None},
+        {"exclude": 5},
+        {"reserve_bytes": "2GB"},
+        {"pins": [0]},
+        {"pins": {0: 5}},
+        {"rule": 5},
+        {"judge": 5, "solver": "annealing"},
+        {"judge": lambda plan: None, "solver": "annealing"},
+        {"judge": lambda plan: math.nan, "solver": "annealing"},
+        {"workload": hwaware.ClusterProfile.uniform()},
+        {"profile": "cluster.json"},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_one_message(choices):
+    records = {"workload": workload(2), "profile": cluster("ab")}
+    with pytest.raises(UnusableInputError, match=r"(is|returned) .*expected .* To fix: "):
+        hwaware.plan(**{**records, "time_limit_s": 1.0, **choices})
+
+
+def test_numbers_of_numpy_are_numbers():
+    choices = {"num_microbatches": np.int64(4), "seed": np.int32(1), "time_limit_s": np.float32(5), "reserve_bytes": 0}
+    judged = {"solver": "annealing", "judge": lambda plan: np.float32(len(plan.stages))}
+    found = hwaware.plan(workload(2), cluster("ab"), **choices, **judged)
+    assert hwaware.Plan.from_json(found.to_json()) == found
 
 
 def test_annealing_minimises_what_its_judge_says():
