@@ -8,9 +8,12 @@ A reader accepts the one version that its record names. History of the schemas, 
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 import tempfile
+import typing
 from pathlib import Path
 from typing import Any, Callable, ClassVar, Dict, Mapping, Optional, Tuple, Type, TypeVar, Union
 
@@ -84,7 +87,8 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
         try:
             return msgspec.convert(document, cls)
         except msgspec.ValidationError as error:
-            raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {error}.", _VALIDATION_FIX) from error
+            said = f"{error}{_choices(cls, str(error))}"
+            raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {said}.", _VALIDATION_FIX) from error
         except SystemError as error:  # msgspec 0.18, the last for Python 3.8, on a number that no float holds
             cause = error.__cause__ or error
             raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {cause}.", _VALIDATION_FIX) from error
@@ -101,6 +105,17 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write the file again with hwaware."
+
+
+def _choices(record: Type[FileRecord], message: str) -> str:
+    """Return the values that a field may have, if msgspec's message refuses another one; else nothing."""
+    found = re.fullmatch(r"Invalid enum value .* - at `\$\.(\w+)`", message, re.DOTALL)
+    if found is None:
+        return ""
+    hint = typing.get_type_hints(record)[found[1]]
+    literals = (one for one in (hint, *typing.get_args(hint)) if typing.get_origin(one) is typing.Literal)
+    known = [value for one in literals for value in typing.get_args(one)]
+    return f", expected one of {', '.join(known)}"
 
 
 def rebuilt(record: R, **changes: Any) -> R:
@@ -235,6 +250,8 @@ def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
         RecordError: `data` is not JSON, which excludes NaN and Infinity, or it holds no object.
     """
     try:
+        if isinstance(data, bytes) and data[:2] in (b"\xef\xbb", b"\xff\xfe", b"\xfe\xff"):
+            data = data.decode(json.detect_encoding(data))  # programs of Windows begin with a byte order mark
         document = msgspec.json.decode(data)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(

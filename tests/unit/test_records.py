@@ -162,6 +162,12 @@ def test_what_is_no_cluster_file_is_refused(text, expected):
     assert expected in refusal(ClusterProfile, text)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_of_windows_is_no_part_of_the_document(encoding):
+    text = plan_document()
+    assert Plan.from_json(json.dumps(text).encode(encoding)) == Plan.from_json(json.dumps(text))
+
+
 def test_numbers_beyond_floating_point_are_refused():
     text = json.dumps(cluster_document()).replace("100000000.0", "1e999")
     assert refusal(ClusterProfile, text)
@@ -185,7 +191,8 @@ def test_a_bad_workload_is_refused_by_name(changes, expected):
     [
         ({"stages": []}, "no stages"),
         ({"num_microbatches": 0}, "num_microbatches is 0"),
-        ({"schedule": "interleaved"}, "schedule"),
+        ({"schedule": "interleaved"}, "`$.schedule`, expected one of 1f1b, gpipe, inference."),
+        ({"layer_times": "guessed"}, "`$.layer_times`, expected one of measured, model."),
         ({"stages": [{"layers": [1, 1], "replicas": [{"devices": ["a:0"]}]}]}, "starts with layer 1, expected layer 0"),
         ({"stages": [{"layers": [0, 1], "replicas": [{"devices": ["a:0", "a:0"]}]}]}, "occurs more than once"),
         ({"stages": [{"layers": [1, 0], "replicas": [{"devices": ["a:0"]}]}]}, "first <= last"),
