@@ -11,7 +11,7 @@ from hwaware.bench.statistics import Interval, is_significant, median_interval, 
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.intervals import PROBABILITY, RECORDED
 from hwaware.errors import UnusableInputError
-from hwaware.formatting import BYTES, FLOPS, SECONDS, Quantity, text
+from hwaware.formatting import BYTES, FLOPS, SECONDS, Quantity, counted, text
 from hwaware.plans import RECEIVE_MEANS, LayerTimes, Plan, Stage
 from hwaware.records import FileRecord, Record
 from hwaware.reference_kernel import recorded_s
@@ -192,6 +192,14 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
             computed = " So its times are computed from latency and rate, for 1 kB and 1 MB." * bool(found)
             notes.append(f"{name}: the two files have no size in common.{computed}")
         rows += found
+    kinds = [{device.id: device.kind for device in profile.devices} for profile in (a, b)]
+    unlike = [name for name in kinds[0] if kinds[1].get(name, kinds[0][name]) != kinds[0][name]]
+    if unlike:
+        one, other = (known[unlike[0]] for known in kinds)
+        notes.append(
+            f"The files may be of different clusters: the kind of {counted(len(unlike), 'device')} differs. "
+            f"{unlike[0]} is {one} in {files[0]}, and {other} in {files[1]}."
+        )
     before, after = (recorded_s(profile.environment) for profile in (a, b))
     if before and after and before != after:  # equal if --resume kept it
         one, other = files

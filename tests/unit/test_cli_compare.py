@@ -93,6 +93,14 @@ def test_profiles_device_by_device_and_link_by_link():
     assert compare(profile, profile).geometric_mean is None
 
 
+def test_profiles_of_clusters_with_the_same_names(tmp_path):
+    slow, fast = (hwaware.ClusterProfile.uniform(kind=kind) for kind in ("slow", "fast"))
+    assert compare(slow, fast).notes[0] == (
+        "The files may be of different clusters: the kind of 2 devices differs. h0:0 is slow in A, and fast in B."
+    )
+    assert not any("different clusters" in note for note in compare(slow, slow).notes)
+
+
 @pytest.mark.parametrize(
     ("factor", "verdict"), [(8.0, "slower"), (1 / 8, "faster"), (1.6, "too few"), (1 / 1.6, "too few")]
 )
