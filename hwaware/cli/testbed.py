@@ -43,9 +43,10 @@ def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
     from hwaware.bench import testbed
     from hwaware.bench.testbed.manager import UP_LIMIT_S
 
+    chosen = testbed.load_scenario(scenario)
     say(f"Starting {scenario} ...")
     with waiting("Waiting for every host to join ...", UP_LIMIT_S):
-        bed = testbed.up(scenario, name=name, kind=kind)
+        bed = testbed.up(chosen, name=name, kind=kind)
     for note in bed.notes:
         say(note)
     if as_json:

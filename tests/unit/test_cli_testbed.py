@@ -75,6 +75,12 @@ def test_scenarios_are_listed_also_beside_testbeds(beds, monkeypatch):
     assert CliRunner().invoke(main, ["testbed", "list"]).stdout == f"No testbed is up. {said}\n"
 
 
+def test_a_scenario_that_is_missing_is_refused_before_the_start(tmp_path):
+    outcome = CliRunner().invoke(main, ["testbed", "up", str(tmp_path / "none.toml")])
+    assert outcome.exit_code == 2
+    assert "Starting" not in outcome.stderr
+
+
 def test_a_scenario_without_testbeds_and_one_that_is_none(beds):
     outcome = CliRunner().invoke(main, ["testbed", "list", "directed"])
     assert outcome.stdout == "No testbed of directed is up. Start one with: hwaware testbed up directed\n"
