@@ -6,9 +6,10 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import click
+from click.core import ParameterSource
 
 from hwaware.cli._run import INTERRUPTED, NumberRange, json_option, print_json, reports_errors, say
 from hwaware.cli.testbed import kind_option
@@ -126,8 +127,8 @@ def command(
     SCENARIO names a testbed (hwaware testbed list) or a .toml file that describes one. HOST:PORT names a running Ray
     cluster instead, auto the one on this machine. Without SCENARIO, the command runs all shipped testbeds.
 
-    With --faults, a small GPT trains on each testbed. Workers are killed, and at last the link of a host goes down. The
-    command compares the recoveries with a restart from a checkpoint, and the steps after both. It writes
+    With --faults, the same small GPT trains on each testbed. Workers are killed, and at last the link of a host goes
+    down. The command compares the recoveries with a restart from a checkpoint, and the steps after both. It writes
     faults-SCENARIO.json.
 
     Every pair of scenario and model gives one result file. The report (index.html and pictures) reads these files
@@ -139,9 +140,11 @@ def command(
         hwaware bench 10.0.0.1:6379 -o results --model gpt --hidden 512 --heads 8
     """  # noqa: D301
     if report_only:
+        _take_only({"report_only", "output", "as_json"})
         _report(Path(output), as_json)
         return
     if faults:
+        _take_only({"faults", "scenarios", "output", "kind", "quick", "as_json"})
         _faults(scenarios, Path(output), kind, quick, as_json)
         return
     from hwaware.bench.mappings import Wanted, check_names
@@ -169,6 +172,21 @@ def command(
         _report(Path(output), as_json)
     if outcome.failures:
         raise _failed(outcome)
+
+
+def _take_only(taken: Set[str]) -> None:
+    """Refuse arguments and options that the command line has, but that are not taken."""
+    context = click.get_current_context()
+    left = [
+        "SCENARIO" if isinstance(one, click.Argument) else one.opts[0]
+        for one in context.command.params
+        if one.name not in taken
+        and context.get_parameter_source(str(one.name)) == ParameterSource.COMMANDLINE
+        and context.params[str(one.name)]
+    ]
+    if left:
+        mode = "--report-only" if "report_only" in taken else "--faults"
+        raise UnusableInputError(f"bench {mode} does not use {', '.join(left)}.", "leave this out.", found=tuple(left))
 
 
 def _faults(scenarios: Sequence[str], output: Path, kind: str, quick: bool, as_json: bool) -> None:

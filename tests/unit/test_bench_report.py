@@ -113,6 +113,8 @@ def test_what_is_shown_when_a_host_slowed_down_midway(recorded):
         (["two-racks", "--model", "mlp", "--experts", "2"], "None of mlp has an option --experts"),
         (["two-racks", "--hidden", "7"], "hidden is 7, expected a multiple of heads"),
         (["--report-only"], "holds no results"),
+        (["two-racks", "--report-only", "--model", "mlp"], "bench --report-only does not use SCENARIO, --model."),
+        (["two-racks", "--faults", "--model", "mlp"], "bench --faults does not use --model."),
         (["127.0.0.1:1"], "No Ray cluster answers at 127.0.0.1:1"),
     ],
 )
