@@ -33,7 +33,10 @@ PICTURES = ("cluster", "workload", "plan", "map", "timeline", "sensitivity", "re
 @click.command()
 @click.argument("file", type=click.Path())
 @click.option(
-    "--plot", "plotted", type=click.Path(dir_okay=False), help="Also draw a picture to this file (.png or .svg)."
+    "--plot",
+    "plotted",
+    type=click.Path(dir_okay=False),
+    help="Also draw a picture to this file: .png, .svg, or another format of matplotlib.",
 )
 @click.option("--picture", type=click.Choice(PICTURES), help="Picture that --plot draws. [the file's usual one]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Write all tables and pictures as one page.")
@@ -122,9 +125,10 @@ def load_any(path: str) -> FileRecord:
     schema = document.get("schema")
     home = RECORDS.get(schema) if isinstance(schema, str) else None
     if home is None:
+        has = 'no "schema"' if schema is None else f"schema {schema!r}"
         raise RecordError(
-            f"{path} has schema {schema!r}, expected one of {', '.join(RECORDS)}.",
-            "give a file that hwaware wrote; `hwaware import` reads other programs' files.",
+            f"{path} has {has}, expected one of {', '.join(RECORDS)}.",
+            "give a file with one of these schemas; `hwaware import` reads other programs' files.",
             found=schema,
             expected=tuple(RECORDS),
         )

@@ -99,9 +99,9 @@ CASES = {
     "not a file of hwaware": (
         {"other.json": {"answer": 42}},
         ("show", "other.json"),
-        "other.json has schema None, expected one of hwaware.cluster, hwaware.workload, hwaware.plan, "
+        'other.json has no "schema", expected one of hwaware.cluster, hwaware.workload, hwaware.plan, '
         "hwaware.timeline, hwaware.benchmark, hwaware.history, hwaware.partial_cluster, hwaware.load. "
-        "To fix: give a file that hwaware wrote; `hwaware import` reads other programs' files.",
+        "To fix: give a file with one of these schemas; `hwaware import` reads other programs' files.",
     ),
     "too new": (
         {"cluster.json": changed(CLUSTER, schema_version=2)},
