@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import os
 import sys
 from typing import Any, Tuple, TypeVar, Union
@@ -35,10 +37,11 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
         are `state` itself and 0.
 
     Raises:
-        RecordError: The checkpoint is of another model, or a newer hwaware wrote it, or a worker cannot see its
-            files. Older checkpoints are not tried then.
+        RecordError: The folder cannot be read. Or the checkpoint is of another model, or a newer hwaware wrote it, or a
+            worker cannot see its files. Older checkpoints are not tried then.
         AlpaError: hwaware is not enabled, or Alpa runs on the JAX that it brings.
-        UnusableInputError: `train_step` was not made by `alpa.parallelize`.
+        UnusableInputError: `train_step` was not made by `alpa.parallelize`, or takes other arguments than a state and
+            a batch.
         WorkerFailedError: A worker failed.
 
     Example:
@@ -70,13 +73,22 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
             f"train_step is a {type(train_step).__name__}, expected a function made by alpa.parallelize.",
             "give the parallelized training step itself.",
         )
+    with contextlib.suppress(ValueError):  # a callable without a signature
+        parameters = inspect.signature(getattr(train_step, "fun", train_step))
+        try:
+            parameters.bind(state, batch)
+        except TypeError as error:
+            raise UnusableInputError(
+                f"train_step takes {parameters}, expected a state and a batch: {error}.",
+                "put all other arguments into the state or the batch.",
+            ) from error
     if not leaves.PATCHES.applied:
         raise AlpaError(
             "hwaware's runtime is not under Alpa, expected it there: restore_newest restores to its workers.",
             "call hwaware.enable before `import alpa`, on stock JAX.",
         )
     specs = None
-    for step in checkpoint_folder.steps(place):
+    for step in checkpoint_folder.steps_to_restore(place):
         if specs is None:
             specs = train_step.get_executable(state, batch).get_input_placement_specs()[0]
         try:

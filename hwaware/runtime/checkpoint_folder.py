@@ -47,9 +47,26 @@ def manifest_path(folder: str, step: int) -> str:
 
 
 def steps(folder: str) -> List[int]:
-    """Return the numbers of the complete steps in a folder, the newest first; none without such a folder."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
+    """Return the numbers of the complete steps in a folder, the newest first; none without such a folder.
+
+    Raises:
+        OSError: The folder cannot be read, or is a file.
+    """
+    try:
+        names = os.listdir(folder)
+    except FileNotFoundError:
+        return []
     return sorted((int(match.group(1)) for match in map(_MANIFEST.fullmatch, names) if match), reverse=True)
+
+
+def steps_to_restore(folder: str) -> List[int]:
+    """Return the same as `steps`, or raise RecordError."""
+    try:
+        return steps(folder)
+    except OSError as error:
+        raise RecordError(
+            f"{folder} cannot be read: {error.strerror}.", "check the path and its permissions."
+        ) from error
 
 
 def begin(folder: str, step: int) -> Unfinished:
@@ -93,10 +110,11 @@ def read_manifest(folder: str, step: int) -> bytes:
     """Return the bytes of a step's manifest, hwaware's or Alpa's.
 
     Raises:
-        RecordError: The folder has no complete step of that number.
+        RecordError: The folder cannot be read, or has no complete step of that number.
     """
-    if step not in steps(folder):
-        whole = ", ".join(f"checkpoint_{one}" for one in reversed(steps(folder)))
+    known = steps_to_restore(folder)
+    if step not in known:
+        whole = ", ".join(f"checkpoint_{one}" for one in reversed(known))
         raise RecordError(
             f"{folder} holds no whole checkpoint of step {step}; whole ones: {whole or 'none'}.",
             "name one of these; a save that was interrupted is not one.",

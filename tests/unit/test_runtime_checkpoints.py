@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 import signal
+from types import SimpleNamespace
 
 import msgpack
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.errors import DamagedCheckpointError, RecordError
+from hwaware.errors import DamagedCheckpointError, RecordError, UnusableInputError
 from hwaware.patching.checkpoints import _read, restored
 from hwaware.runtime import checkpoint_folder, checkpoints
 from hwaware.runtime.checkpoints import Fault, attempt, box_of, read_boxes, write_arrays
@@ -299,6 +300,25 @@ def test_a_step_that_is_not_there(tmp_path):
         load(tmp_path, 3)
     assert checkpoint_folder.steps(str(tmp_path)) == [10, 2]
     assert checkpoint_folder.steps(str(tmp_path / "none")) == []
+    file = tmp_path / "checkpoint_2"
+    with pytest.raises(RecordError, match=r"checkpoint_2 cannot be read: Not a directory\. To fix: "):
+        checkpoint_folder.read_manifest(str(file), 2)
+
+
+def test_restoring_says_which_folder_or_step_does_not_fit(tmp_path, monkeypatch):
+    from hwaware.patching import leaves, restore_newest
+
+    monkeypatch.setattr(leaves, "PATCHES", SimpleNamespace(applied=True))
+
+    def parallelized(step):
+        return SimpleNamespace(fun=step, get_executable=None)
+
+    (tmp_path / "file").touch()
+    with pytest.raises(RecordError, match=r"file cannot be read: Not a directory"):
+        restore_newest(tmp_path / "file", parallelized(lambda state, batch: state), {}, {})
+    with pytest.raises(UnusableInputError, match=r"takes \(state, batch, rng\), expected a state and a batch"):
+        restore_newest(tmp_path, parallelized(lambda state, batch, rng: state), {}, {})
+    assert restore_newest(tmp_path, parallelized(lambda state, batch, rng=None: state), {"a": 1}, {}) == ({"a": 1}, 0)
 
 
 # Saves that end early
