@@ -13,6 +13,8 @@ from hwaware.report import canvas
 MOST_NUMBERED = 16
 # With more devices, a matrix names only every second one, third one, and so on.
 MOST_LABELLED = 40
+# More characters in all names together do not fit below a matrix of this many columns, which is wide in proportion.
+MOST_CHARACTERS_BELOW = 40
 # Colours follow the logarithm if the largest value exceeds this many times the smallest.
 WIDE_RANGE = 20.0
 
@@ -87,7 +89,8 @@ def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity
                     axis.text(column, row, shown, ha="center", va="center", color=ink, fontsize=8)
     every = -(-len(names) // MOST_LABELLED)
     places = range(0, len(names), every)
-    axis.set_xticks(places, names[::every], rotation=90 if len(names) > 6 else 0, fontsize=8)
+    fits = len(names) * max(map(len, names)) <= MOST_CHARACTERS_BELOW
+    axis.set_xticks(places, names[::every], rotation=0 if fits else 90, fontsize=8)
     axis.set_yticks(places, names[::every], fontsize=8)
     axis.set_xlabel("to")
     axis.set_ylabel("from")

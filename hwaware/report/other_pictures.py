@@ -64,6 +64,6 @@ def draw_sensitivity(explanation: Explanation) -> Any:
     axis.axvline(0, color=canvas.INK, linewidth=0.8)
     axis.set_xlabel(f"Step shorter by [{unit.label}] (part of the step)")
     step = text(explanation.step_s, SECONDS)
-    axis.set_title(f"What would help: the step takes {step}, and {explanation.binds} limits it", fontsize=11)
+    figure.suptitle(f"What would help: the step takes {step}, and {explanation.binds} limits it", fontsize=11)
     canvas.bare(axis)
     return figure

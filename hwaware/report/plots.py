@@ -31,6 +31,8 @@ _LABEL_AT = (0.5, 0.42, 0.58, 0.35, 0.65, 0.28, 0.72)
 # Radius of a device's circle on the axes of a map.
 _CIRCLE = 0.33
 _SHORT = 1.5
+# Longer names of devices stand above their circles.
+_MOST_IN_CIRCLE = 12
 
 
 class Context(NamedTuple):
@@ -167,7 +169,11 @@ def _draw_device(axis: Any, place: Tuple[float, float], device: Any, plan: Plan,
         layers = f"stage {stage}\nlayers {first}-{last}" if first != last else f"stage {stage}\nlayer {first}"
     rate = peak_flops_per_s(device)
     unit = common_unit([rate], FLOPS_PER_S)
-    words = f"{device.id}\n{rate / unit.size:.3g} {unit.label}\n{layers}"  # a circle has no room for more digits
+    words = f"{rate / unit.size:.3g} {unit.label}\n{layers}"  # a circle has no room for more digits
+    if len(device.id) <= _MOST_IN_CIRCLE:
+        words = f"{device.id}\n{words}"
+    else:
+        axis.annotate(device.id, place, (0, 40), textcoords="offset points", ha="center", fontsize=8, zorder=4)
     ink = "black" if stage is None else "white"
     axis.text(*place, words, ha="center", va="center", fontsize=8, color=ink, zorder=4)
 
