@@ -60,7 +60,7 @@ def reports_errors(function: F) -> F:
     """Turn a command's errors into one message on standard error and an exit code.
 
     A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
-    so that no testbed or cluster stays behind. An `output` that cannot be written is an error before the command runs.
+    so that no testbed or cluster stays behind. An output that cannot be written is an error before the command runs.
     Standard output that is full is an error too. It gets escapes for characters that its encoding lacks.
 
     With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to
@@ -71,8 +71,8 @@ def reports_errors(function: F) -> F:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _escape_unknown_characters()
         try:
-            if kwargs.get("output") is not None:
-                output = kwargs["output"]  # a file, or a folder of some commands
+            outputs = (kwargs.get(name) for name in ("output", "plotted", "page"))
+            for output in (one for one in outputs if one is not None):  # a file, or a folder of some commands
                 require_writable(os.path.join(output, "file") if os.path.isdir(output) else output)
             with cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Dict, Sequence
 
 from hwaware.errors import UnusableInputError
-from hwaware.records import PathLike
+from hwaware.records import PathLike, write_bytes
 
 STAGE_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
 IDLE = "#d8d8d8"
@@ -74,20 +74,17 @@ def save(figure: Any, path: PathLike, close: bool = True) -> None:
     Raises:
         UnusableInputError: matplotlib does not know the ending, or the file cannot be written.
     """
+    drawn = io.BytesIO()
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        _laid_out(figure).savefig(path, dpi=DOTS_PER_INCH)
-    except ValueError as error:  # an ending that matplotlib does not know
+        _laid_out(figure).savefig(drawn, format=Path(path).suffix[1:], dpi=DOTS_PER_INCH)
+    except (ValueError, RuntimeError) as error:  # an ending that matplotlib does not know, or .pgf without TeX
         raise UnusableInputError(
             f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg."
-        ) from error
-    except OSError as error:
-        raise UnusableInputError(
-            f"{path} cannot be written: {error.strerror or error}.", "choose a path that can be written."
         ) from error
     finally:
         if close:
             pyplot().close(figure)
+    write_bytes(path, drawn.getvalue())
 
 
 def _numbered_ids(text: str) -> str:

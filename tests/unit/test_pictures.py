@@ -1,5 +1,6 @@
 """Every picture of every record, and the page that holds them: out of the files alone, with units."""
 
+import itertools
 import json
 import re
 import shutil
@@ -22,6 +23,8 @@ from hwaware.report.plots import Context, drawings, plot
 from hwaware.timeline import Timeline
 
 pytest.importorskip("matplotlib")
+from matplotlib.text import Text
+
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
 PROFILE = hwaware.ClusterProfile.load(DEMO / "cluster.json")
 WORKLOAD = hwaware.Workload.load(DEMO / "workload.json")
@@ -118,6 +121,32 @@ def test_colour_bars_over_a_wide_range_have_plain_numbers():
     slow = msgspec.structs.replace(first, bandwidth_bytes_per_s=first.bandwidth_bytes_per_s / 1000)
     wide = msgspec.structs.replace(PROFILE, links=(slow, *others))
     assert "mathdefault" not in canvas.svg_text(drawings(wide)["cluster"](), "wide")
+
+
+def test_long_names_of_hosts_are_whole_and_apart():
+    renamed = re.sub(r'"(h\d)(:0)?"', r'"ip-10-0-0-\1.ec2.internal\2"', PROFILE.to_json().decode())
+    profile = hwaware.ClusterProfile.from_json(renamed)
+    plan = hwaware.plan(WORKLOAD, profile, num_microbatches=8)
+    for name, draw in {**drawings(profile), **drawings(plan, Context(profile, WORKLOAD))}.items():
+        figure = draw()
+        figure.draw_without_rendering()
+        # Figures also hold numbers beyond the ends of an axis, which nobody sees.
+        texts = [one for one in figure.findobj(Text) if one.get_visible() and re.search("[a-z]{2}", one.get_text())]
+        extents = [one.get_window_extent() for one in texts]
+        for one, extent in zip(texts, extents):
+            assert figure.bbox.x0 <= extent.x0 < extent.x1 <= figure.bbox.x1, (name, one)
+            if name == "map" and one.get_color() == "white":  # it is in a circle
+                assert extent.width < 73 / 72 * figure.dpi
+        hosts = [extent for one, extent in zip(texts, extents) if one.get_text().endswith("ec2.internal:0")]
+        assert not any(one.overlaps(other) for one, other in itertools.combinations(hosts, 2)), name
+        canvas.pyplot().close(figure)
+
+
+@pytest.mark.parametrize("name", ["noending", "none.tar"])
+def test_a_picture_goes_only_where_its_name_says(name, tmp_path):
+    with pytest.raises(UnusableInputError, match=r"cannot be written as a picture: .* end the name in \.png or \.svg"):
+        plot(PROFILE, tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_one_device_has_no_links():
@@ -222,6 +251,7 @@ def test_show_writes_pictures_and_pages(tmp_path):
         (["--cluster", str(DEMO / "cluster.json"), "--plot", "x.png"], "belong to a plan"),
         (["--cluster", str(DEMO / "cluster.json")], "there is neither --plot nor --html"),
         (["--picture", "cluster"], "has no file to go to"),
+        (["--html", str(DEMO / "plan.json" / "x.html")], "plan.json is not a folder"),
     ],
 )
 def test_options_that_do_not_belong_together(arguments, words):
