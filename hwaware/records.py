@@ -40,6 +40,8 @@ LEAST_SECONDS = 1e-15
 # Predicted times and memory are such products and sums.
 MOST_PREDICTED = 1e50
 _MOST_OF_NAME = 1000
+# A terminal would obey them.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # Decoded, a file of this size takes about 2 GiB.
 _MOST_OF_FILE_BYTES = 256 << 20
 _CHUNK_BYTES = 1 << 20
@@ -142,6 +144,8 @@ def require_name(what: str, name: str) -> None:
     """Refuse an empty name, and one that no table or message could show."""
     require(bool(name), f"{what} is empty")
     require(len(name) <= _MOST_OF_NAME, f"{what} has {len(name)} characters, expected at most {_MOST_OF_NAME}")
+    if not name.isprintable():  # so that most names are checked fast
+        require(_CONTROL.search(name) is None, f"{what} is {name!r}, expected no control characters")
 
 
 def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:

@@ -119,6 +119,7 @@ def changed_cluster(change):
         (lambda d: d["devices"][0]["throughput"]["float32"][0].update(seconds=0), "seconds is 0"),
         (lambda d: d["devices"][0]["throughput"].update(float32=[]), "empty throughput curve"),
         (lambda d: d["devices"][0].pop("kind"), "kind"),
+        (lambda d: d["devices"][0].update(kind="\x1b[31mred"), "is '\\x1b[31mred', expected no control characters"),
         (lambda d: d["devices"][1].update(id="a:0"), "'a:0' occurs more than once"),
         (lambda d: d["devices"][1].update(id="a"), "'a' occurs more than once"),
         (lambda d: d["devices"][0].update(host="z"), "unknown host 'z'"),
