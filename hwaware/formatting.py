@@ -48,7 +48,7 @@ def parse_bytes(written: str) -> float:
         ValueError: The text is no such number.
     """
     units = {**{label.lower(): size for label, size in BYTES.units}, **{k.lower(): v for k, v in _BINARY.items()}}
-    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", written)
+    found = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", written)
     if found is None or found[2].lower() not in {"", *units}:
         raise ValueError(f"{written!r} is no number of bytes")
     return float(found[1]) * units.get(found[2].lower(), 1.0)

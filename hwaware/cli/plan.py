@@ -196,5 +196,8 @@ def _pins(pinned: Tuple[str, ...]) -> Dict[Union[int, str], Tuple[str, ...]]:
         layer, equals, places = pin.rpartition("=")
         if not equals or not layer or not places:
             raise UnusableInputError(f"--pin is {pin!r}, expected LAYER=PLACE.", "give for example --pin 0=host1.")
+        if layer in pins:
+            fix = f"give all its places in one: --pin {layer}={','.join(pins[layer])},{places}."
+            raise UnusableInputError(f"--pin names layer {layer!r} twice.", fix)
         pins[layer] = tuple(places.split(","))
     return pins

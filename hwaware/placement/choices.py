@@ -113,10 +113,13 @@ def read_pins(
     """Return layer numbers and the ids of the devices that may run them, or raise UnusableInputError."""
     said = f"pins is {pins!r}, expected a dict from layers to hosts or devices."
     _require(isinstance(pins, Mapping), said, 'give for example {0: "h1"}.', pins)
-    return {
-        _layer(layer, workload): _devices(_listed(f"the pin of layer {layer!r}", places), profile)
-        for layer, places in pins.items()
-    }
+    found: Dict[int, Tuple[str, ...]] = {}
+    for layer, places in pins.items():
+        number = _layer(layer, workload)
+        said = f"layer {number} is pinned twice, expected one pin of a layer."
+        _require(number not in found, said, "give all its hosts or devices in one pin.")
+        found[number] = _devices(_listed(f"the pin of layer {layer!r}", places), profile)
+    return found
 
 
 def _layer(layer: Union[int, str], workload: Workload) -> int:

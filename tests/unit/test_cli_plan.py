@@ -128,6 +128,8 @@ def test_explain_needs_no_file_to_write():
             ("plan", *FILES, "--microbatches", 8, "--json", "--reserve", "2.1GB"),
             "reserve_bytes (--reserve) is 2.1e+09",
         ),
+        (("plan", *FILES, "--microbatches", 8, "--json", "--reserve", "1..2"), "'1..2' is no number of bytes"),
+        (("plan", *FILES, "--microbatches", 8, "--json", "--pin", "0=slow", "--pin", "0=fast"), "layer '0' twice"),
         (("plan", *FILES, "--microbatches", 8, "--json", "--exclude", "moon"), "cannot exclude 'moon'"),
         (("plan", FILES[0], "missing.json", "--microbatches", 8), "missing.json cannot be read"),
         (("evaluate", *FILES, FILES[0]), "has schema 'hwaware.cluster', expected 'hwaware.plan'"),

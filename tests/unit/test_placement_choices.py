@@ -94,7 +94,9 @@ def test_layers_are_pinned_by_name_and_to_hosts():
     host = one.profile.devices[-1].host
     found = hwaware.plan(one.workload, one.profile, pins={one.workload.layers[-1].name: host})
     assert found.stages[-1].devices == (one.profile.devices[-1].id,)
-    for pins, said in (({"x": host}, "no such layer"), ({0: "nowhere"}, "no such host or device")):
+    twice = {0: host, one.workload.layers[0].name: host}
+    cases = (({"x": host}, "no such layer"), ({0: "nowhere"}, "no such host or device"), (twice, "0 is pinned twice"))
+    for pins, said in cases:
         with pytest.raises(UnusableInputError, match=said):
             hwaware.plan(one.workload, one.profile, pins=pins)
 
