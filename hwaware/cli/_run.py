@@ -95,7 +95,7 @@ def reports_errors(function: F) -> F:
 
 def _escape_unknown_characters() -> None:
     """Let standard output escape what it cannot encode: Chinese in Latin-1, or undecodable bytes of a file's name."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 

@@ -93,7 +93,7 @@ def memory(
     """  # noqa: D301
     from hwaware.cluster import ClusterProfile
     from hwaware.costs.zero import LEVELS, ZeroStage, zero_cost
-    from hwaware.formatting import BYTES, SECONDS
+    from hwaware.formatting import BYTES, SECONDS, counted
     from hwaware.workload import Workload
 
     if cluster is not None and devices is not None:
@@ -124,7 +124,8 @@ def memory(
     if rate is not None:
         columns.append(("offload", [row["offload_s"] for row in rows], SECONDS))
     _print_table(
-        f"Layers {stage.layers[0]}-{stage.layers[1]} on {count} devices, {microbatches} microbatches",
+        f"Layers {stage.layers[0]}-{stage.layers[1]} on {counted(count, 'device')}, "
+        f"{counted(microbatches, 'microbatch')}",
         [("ZeRO", [f"{row['level']}{' + offload' if row['offload'] else ''}" for row in rows])],
         columns,
         "Of the fullest device. State: parameters, gradients, optimizer state. Sent: by each device in a step.",

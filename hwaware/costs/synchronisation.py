@@ -105,7 +105,7 @@ def compare_syncs(
     if len(set(workers)) < 2 or servers < 0:
         raise UnusableInputError(
             f"{len(set(workers))} workers and {servers} servers, expected at least 2 workers and 0 servers.",
-            "name more devices, and leave --servers out for none.",
+            "name more devices as workers.",
         )
     costs = PreparedCosts(Workload.uniform(microbatch_size=len(workers), dtype=dtype), profile)
     ring_s = float(costs.gradient_sums_s(np.array([nbytes]), [(worker,) for worker in workers])[0])

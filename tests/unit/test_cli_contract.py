@@ -162,6 +162,10 @@ def test_characters_that_the_output_lacks_are_escaped(tmp_path):
     outcome = CliRunner(charset="ascii").invoke(main, ["show", str(tmp_path / "workload.json")])
     assert outcome.exit_code == 0, outcome.exception
     assert outcome.stdout.startswith(r"Workload Gr\xf6\xdfe: ")
+    without_utf8 = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-m", "hwaware", "show", tmp_path / "workload.json"]
+    shown = subprocess.run(command, env=without_utf8, capture_output=True, text=True, timeout=60, check=False)
+    assert shown.stdout.startswith(r"Workload Gr\xf6\xdfe: "), shown.stderr
 
 
 def on_a_terminal(code, *arguments):
