@@ -310,12 +310,14 @@ def split_address(address: str) -> Tuple[str, int]:
         ClusterUnreachableError: The address does not have this form.
     """
     host, _, port = address.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise ClusterUnreachableError(
-            f"{address!r} is not the address of a Ray cluster, expected HOST:PORT or auto.",
-            "give the HOST:PORT that `ray start` printed on the head node, or `hwaware testbed list` for a testbed.",
-        )
-    return host.strip("[]"), int(port)
+    with contextlib.suppress(ValueError):  # as sockets raise for a host with an empty or a too long part
+        host.encode("idna")
+        if host and port.isdecimal() and 0 < int(port) < 1 << 16:
+            return host.strip("[]"), int(port)
+    raise ClusterUnreachableError(
+        f"{address!r} is not the address of a Ray cluster, expected HOST:PORT or auto.",
+        "give the HOST:PORT that `ray start` printed on the head node, or `hwaware testbed list` for a testbed.",
+    )
 
 
 def _import_ray() -> Any:

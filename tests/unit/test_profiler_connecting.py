@@ -28,7 +28,10 @@ def test_an_address_has_a_host_and_a_port(text, expected):
     assert split_address(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "host", ":6379", "host:", "host:port", "host:0", "host:65536", "ray://host:port"])
+@pytest.mark.parametrize("text", [
+    "", "host", ":6379", "host:", "host:port", "host:0", "host:65536", "ray://host:port", "host:²", "host..domain:6379",
+    f"{'h' * 64}.domain:6379",
+])  # fmt: skip
 def test_what_is_no_address_is_refused(text):
     with pytest.raises(ClusterUnreachableError, match=r"expected HOST:PORT or auto\. To fix: ") as found:
         split_address(text)
