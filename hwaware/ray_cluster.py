@@ -293,14 +293,14 @@ def _end_each(actors: Sequence[Any]) -> None:
             ray.kill(actor, no_restart=True)
 
 
-def is_own_address(host: str) -> bool:
-    """Return True if `host` is an address of this machine, to which a socket can bind."""
+def own_address(host: str) -> str:
+    """Return the numeric address of a name or address of this machine, to which a socket can bind; else ""."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)
-                return True
-    return False
+                return str(address[0])
+    return ""
 
 
 def split_address(address: str) -> Tuple[str, int]:
@@ -461,11 +461,11 @@ def _own_sigterm() -> Iterator[None]:
 
 
 def _join(ray: Any, host_port: str) -> None:
-    host, _ = split_address(host_port)
+    own = own_address(split_address(host_port)[0])
     options: Dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if is_own_address(host) and not host.startswith("127."):
+    if own and not own.startswith("127.") and own != "::1":
         # On a machine with several addresses, the driver finds its raylet only by the one that Ray started with.
-        options["_node_ip_address"] = host
+        options["_node_ip_address"] = own
     with _quiet(), _own_sigterm():
         start = time.monotonic()
         try:

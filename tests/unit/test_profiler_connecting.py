@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from hwaware import ray_cluster, reference_kernel
 from hwaware.cli.profile import command
 from hwaware.dtypes import MEASURED
 from hwaware.errors import ClusterUnreachableError
-from hwaware.ray_cluster import Node, _address_order, is_own_address, split_address
+from hwaware.ray_cluster import Node, _address_order, own_address, split_address
 from hwaware.reference_kernel import processors_reference_s, reference_s
 
 
@@ -53,9 +54,18 @@ def test_auto_names_its_choice_among_several_clusters(running, warnings, monkeyp
 
 
 def test_own_addresses_are_known():
-    assert is_own_address("127.0.0.1")
-    assert not is_own_address("192.0.2.1")  # TEST-NET-1: nobody's
-    assert not is_own_address("no-such-host.invalid")
+    assert own_address("127.0.0.1") == "127.0.0.1"
+    assert own_address("192.0.2.1") == ""  # TEST-NET-1: nobody's
+    assert own_address("no-such-host.invalid") == ""
+
+
+@pytest.mark.parametrize(("number", "told"), [("127.0.0.1", None), ("0.0.0.0", "0.0.0.0"), ("192.0.2.1", None)])
+def test_ray_learns_the_number_of_the_own_address_and_never_its_name(number, told, monkeypatch):
+    """Ray looks for a node with that very address, for a minute. A socket can bind to 0.0.0.0 on every machine."""
+    asked, found = [], socket.getaddrinfo
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **options: found(number, *rest, **options))
+    ray_cluster._join(SimpleNamespace(init=lambda **options: asked.append(options)), "head:6379")
+    assert asked[0].get("_node_ip_address") == told
 
 
 def test_addresses_sort_by_number():
