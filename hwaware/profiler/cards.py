@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, Sequence, Tuple
 
 from hwaware.cluster import ConcurrentRate, Link, SharedCard
 from hwaware.profiler.devices import Subject
 from hwaware.profiler.links import Ends, Transfer, exchange, exchange_bytes, exchanged_rate
-from hwaware.profiler.links import Measured as MeasuredLinks
 from hwaware.profiler.survey import Survey
 
 
@@ -27,10 +26,13 @@ def measure(
     survey: Survey,
     hosts: Mapping[str, Sequence[Subject]],
     ends: Ends,
-    links: MeasuredLinks,
+    links: Mapping[Tuple[str, str], Link],
     measured: Measured,
 ) -> None:
-    """Time 1, 2, 4, ... and all devices of each multi-device host while they send at once, then receive at once."""
+    """Time 1, 2, 4, ... and all devices of each multi-device host while they send at once, then receive at once.
+
+    `links` has all links between hosts, also those of earlier measurements, by their ends.
+    """
     several = [host for host, members in hosts.items() if len(members) > 1 and len(hosts) > 1]
     if not several:
         return
@@ -72,7 +74,7 @@ def _rates(
     members: Sequence[Subject],
     partners: Sequence[Subject],
     ends: Ends,
-    links: MeasuredLinks,
+    links: Mapping[Tuple[str, str], Link],
     sends: bool,
 ) -> Dict[int, float]:
     """Return the rate of each transfer [bytes/s] by the number of simultaneous transfers."""
@@ -80,7 +82,8 @@ def _rates(
     for k in counts(min(len(members), len(partners))):
         transfers = []
         for own, partner in list(zip(members, partners))[:k]:
-            link = _link(links, own, partner, sends)
+            hosts = own.member.host, partner.member.host
+            link = links.get(hosts if sends else hosts[::-1])
             if link is not None:
                 nbytes = exchange_bytes(link.bandwidth_bytes_per_s, survey.policy.exchange_s / k)
                 transfers.append(Transfer(own, partner, *((nbytes, 0) if sends else (0, nbytes))))
@@ -88,8 +91,3 @@ def _rates(
         if len(done) == k:
             rates[k] = statistics.fmean(exchanged_rate(max(t.out_bytes, t.back_bytes), s) for t, s in done)
     return rates
-
-
-def _link(links: MeasuredLinks, own: Subject, partner: Subject, sends: bool) -> Optional[Link]:
-    hosts = own.member.host, partner.member.host
-    return links.links.get(hosts if sends else hosts[::-1])

@@ -143,7 +143,8 @@ class _Work:
         links.measure(survey, plan, ends, self._links)
         copy_links(copies, self._links)
         if self._selection.is_all:
-            cards.measure(survey, hosts, ends, self._links, self._cards)
+            known = {} if self._earlier is None else {(one.source, one.target): one for one in self._earlier.links}
+            cards.measure(survey, hosts, ends, {**known, **self._links.links}, self._cards)
             collectives.measure(survey, present, ends, self._collectives)
 
     def found(self) -> PartialProfile:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 
-from hwaware.cluster import LinkSample
+from hwaware.cluster import LinkSample, PartialProfile
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.profiler import measure
@@ -17,6 +17,7 @@ from hwaware.profiler.links import by_host, schedule
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.rings import OPERATIONS, Group, _Collective, time_collective
+from hwaware.records import rebuilt
 from hwaware.transport import Mailbox
 
 LIMIT_S = 20.0
@@ -88,6 +89,13 @@ def test_transfers_that_share_a_card_get_a_part_of_it(fakes):
         assert one.bytes_per_s == pytest.approx(1e8 / one.k, rel=0.01)
     assert card.send_bytes_per_s == pytest.approx(1e8, rel=0.01)
     assert {card.host for card in found.shared_cards} == {"a", "b", "c"}
+
+
+def test_a_resumed_measurement_measures_cards_over_links_that_it_knows(fakes):
+    specs = [fakes.spec(host, 1e10) for host in "aabb"]
+    whole = measure(fakes.crew(specs), QUICK, ["float32"], Silent())
+    known = rebuilt(PartialProfile.of(whole), shared_cards=())
+    assert measure(fakes.crew(specs), QUICK, ["float32"], Silent(), earlier=known).shared_cards == whole.shared_cards
 
 
 def test_a_cluster_of_single_devices_has_no_shared_cards(fakes):
