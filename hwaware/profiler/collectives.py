@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, Dict, List, Mapping, Sequence, Tuple
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
 
 from hwaware.cluster import Collective, LinkSample
 from hwaware.profiler.crew import Failure
@@ -86,8 +86,8 @@ def _expected_s(points: Sequence[LinkSample], nbytes: int) -> float:
     return last.seconds + per_byte * (nbytes - last.bytes)
 
 
-def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: Ends) -> Any:
-    """Return the size and time of a collective, or None if it failed."""
+def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: Ends) -> Optional[LinkSample]:
+    """Return the size and time of a collective, or None if it failed or a clock jumped in every repeat."""
     if any(survey.is_lost(subject.member) for subject in group):
         return None
     limit_s = survey.policy.message_limit_s
@@ -105,5 +105,5 @@ def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: 
         ends.renew(survey, group)
         return None
     # A collective ends when its slowest member ends.
-    each = [max(times) for times in zip(*(result["seconds"] for result in results))]
-    return LinkSample(bytes=results[0]["bytes"], seconds=statistics.median(each))
+    each = [max(times) for times in zip(*(result["seconds"] for result in results)) if None not in times]
+    return LinkSample(bytes=results[0]["bytes"], seconds=statistics.median(each)) if each else None

@@ -7,11 +7,11 @@ pairwise exchange. Values are whole numbers, so that sums are exact in any order
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Dict, Iterator, List, Optional, Sequence
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
-from hwaware.profiler.clock import Watch
+from hwaware.profiler.clock import Watch, read
 from hwaware.transport import Address, Connection, Mailbox, PeerFailedError
 
 #: Operations, as nccl-tests and XLA name them.
@@ -56,21 +56,23 @@ def time_collective(
         repeats: Number of timed runs.
 
     Returns:
-        "bytes" of the full array, "seconds" of each repeat on this member, and "clock_jumps_s" as in `Watch`.
+        "bytes": size of the full array. "seconds": time of each repeat on this member, None if a clock jumped.
+        "clock_jumps_s": as in `Watch`.
 
     Raises:
         MeasurementError: The result is wrong, or a member did not send in time.
     """
     chunk = max(1, nbytes // _NUMBER_BYTES // (group.size**2 if op == "all-to-all" else group.size))
     watch = Watch()
-    times: List[float] = []
+    times: List[Optional[float]] = []
     right = True
     with _connections(credentials, group, op) as connections:
         work = _Collective(mailbox, group, connections, chunk)
         for number in range(repeats + 1):
             work.meet(f"meet {number}")
-            run: Callable[[], Any] = getattr(work, op.replace("-", "_"))
-            times.append(watch.timed(run))
+            start = read()
+            getattr(work, op.replace("-", "_"))()
+            times.append(watch.elapsed_s(start))  # one member alone cannot run it again
             right = right and work.is_right(op)
     if not right:  # only now: the others would wait for a member that stopped
         raise MeasurementError(

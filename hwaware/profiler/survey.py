@@ -96,6 +96,6 @@ class Survey:
             host = one.member.host
             what = (
                 f"A clock of host {host} jumped by {max(jumps, key=abs):+.3g} s during {one.method} on {one.member}; "
-                "what was being timed was timed again."
+                "that timing does not count."
             )
             self.flag("clock", (host,), what, (host,))

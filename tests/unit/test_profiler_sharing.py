@@ -11,6 +11,7 @@ from hwaware.cluster import LinkSample, PartialProfile
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.profiler import measure
+from hwaware.profiler.clock import Watch
 from hwaware.profiler.collectives import _expected_s, groups
 from hwaware.profiler.devices import Subject
 from hwaware.profiler.links import by_host, schedule
@@ -145,6 +146,34 @@ def run_all(size, op, nbytes, spoil=None):
     finally:
         for mailbox in mailboxes:
             mailbox.close()
+
+
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_a_clock_that_jumps_on_one_member_costs_one_repeat(op, monkeypatch):
+    """A member that ran its part again would wait for the others, and they for it."""
+    elapsed_s, seen = Watch.elapsed_s, []
+
+    def jumps_once(watch, start):
+        seen.append(watch)
+        return None if len(seen) == 4 else elapsed_s(watch, start)
+
+    monkeypatch.setattr(Watch, "elapsed_s", jumps_once)
+    results = run_all(3, op, 57_600)
+    assert [len(result["seconds"]) for result in results] == [2, 2, 2]
+    assert sum(seconds is None for result in results for seconds in result["seconds"]) == 1
+
+
+def test_a_repeat_in_which_a_clock_jumped_does_not_count(fakes):
+    class Jumping(fakes.crew):
+        def collective(self, member, name, *rest):
+            result = super().collective(member, name, *rest)
+            return {**result, "seconds": [None, *result["seconds"][1:]] if member.host == "a" else result["seconds"]}
+
+    steady, jumping = (
+        measure(crew([fakes.spec(h, 1e10) for h in "ab"]), FULL, ["float32"], Silent())
+        for crew in (fakes.crew, Jumping)
+    )
+    assert jumping.collectives == steady.collectives
 
 
 @pytest.mark.parametrize("op", OPERATIONS)
