@@ -380,7 +380,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         raise KeyError(identifier)
 
     def without(self, excluded: Tuple[str, ...]) -> ClusterProfile:
-        """Return the profile without some hosts or devices, and without links and groups that name them.
+        """Return the profile without some hosts or devices, and without links, groups and flags that name them.
 
         Args:
             excluded: Names of hosts and ids of devices.
@@ -389,17 +389,27 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             ValueError: Nothing remains, or what remains is unconnected.
         """
         gone = set(excluded) | {d.id for d in self.devices if d.host in excluded}
+
+        def left(names: Sequence[str]) -> Tuple[str, ...]:
+            return tuple(name for name in names if name not in gone)
+
         return rebuilt(
             self,
             hosts=tuple(host for host in self.hosts if host.name not in gone),
             devices=tuple(device for device in self.devices if device.id not in gone),
             links=tuple(link for link in self.links if not {link.source, link.target} & gone),
             shared_cards=tuple(
-                msgspec.structs.replace(card, devices=tuple(d for d in card.devices if d not in gone))
+                msgspec.structs.replace(card, devices=left(card.devices))
                 for card in self.shared_cards
                 if card.host not in gone
             ),
             collectives=tuple(c for c in self.collectives if not set(c.devices) & gone),
+            flags=tuple(
+                msgspec.structs.replace(flag, subjects=left(flag.subjects), only=left(flag.only))
+                for flag in self.flags
+                # These two hold for each subject alone. Other flags of several are of a link or a group.
+                if left(flag.subjects) == flag.subjects or (flag.kind in ("assumed", "loaded") and left(flag.subjects))
+            ),
         )
 
     def keeping_free(self, reserve_bytes: float) -> ClusterProfile:
@@ -416,7 +426,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         found = (
             f"reserve_bytes (--reserve) is {reserve_bytes:g}, and device {least.id!r} has {least.memory_bytes:g} bytes"
         )
-        require(reserve_bytes < least.memory_bytes, f"{found}, expected less than that")
+        require(least.memory_bytes - reserve_bytes >= 1, f"{found}, expected less than that")
         if not reserve_bytes:
             return self
         devices = (

@@ -6,10 +6,10 @@ import stat
 
 import pytest
 
-from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.cluster import ClusterProfile, Flag, LinkTable
 from hwaware.errors import RecordError
 from hwaware.plans import Plan
-from hwaware.records import require_writable, write_bytes
+from hwaware.records import rebuilt, require_writable, write_bytes
 from hwaware.result import BenchmarkResult
 from hwaware.workload import Workload
 
@@ -224,6 +224,22 @@ def test_links_are_found_by_precedence():
     assert table.between("c:0", "b:0").bandwidth_bytes_per_s == 3e8
     assert table.between("c:0", "a:0").bandwidth_bytes_per_s == 4e8  # a device pair, reversed
     assert LinkTable(ClusterProfile.from_json(json.dumps(cluster_document())).without(("b",))).between("a:0", "c:0")
+
+
+def test_a_removed_host_takes_its_flags_with_it():
+    named = [("h0",), ("h1",), ("h1:0",), ("h0", "h1"), ("h2", "h0"), ("h0:0", "h1:0")]
+    flags = [Flag(kind="slow", subjects=subjects, what="slow") for subjects in named]
+    flags += [Flag(kind="loaded", subjects=hosts, what="busy", only=hosts) for hosts in (("h0", "h1"), ("h1",))]
+    left = rebuilt(ClusterProfile.uniform(hosts=3), flags=tuple(flags)).without(("h1",)).flags
+    assert [flag.subjects for flag in left] == [("h0",), ("h2", "h0"), ("h0",)]
+    assert left[-1].only == ("h0",)
+
+
+def test_a_reserve_leaves_each_device_a_byte():
+    profile = ClusterProfile.uniform(memory_bytes=1024)
+    assert profile.keeping_free(1023).devices[0].memory_bytes == 1
+    with pytest.raises(ValueError, match=r"reserve_bytes \(--reserve\) is 1023.5"):
+        profile.keeping_free(1023.5)
 
 
 def test_two_devices_of_a_host_without_a_link_are_no_neighbours():
