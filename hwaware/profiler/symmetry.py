@@ -18,12 +18,14 @@ def representatives(
 ) -> Tuple[List[List[Pair]], Copies]:
     """Return a plan with one pair of hosts for each two kinds, and the copies that the other pairs need.
 
+    Links inside hosts stay: all hosts measure theirs at once, and pairs of devices may differ.
+
     Args:
         plan: Result of `links.schedule`.
         hosts: The devices of each host.
     """
     kinds = {host: tuple(sorted(str(subject.facts["kind"]) for subject in own)) for host, own in hosts.items()}
-    first: Dict[Tuple[bool, Tuple[Tuple[str, ...], ...]], Tuple[str, str]] = {}
+    first: Dict[Tuple[Tuple[str, ...], Tuple[str, ...]], Tuple[str, str]] = {}
     copies: Copies = {}
     chosen: List[List[Pair]] = []
     for pairs in plan:
@@ -32,12 +34,11 @@ def representatives(
             ends = source.member.host, target.member.host
             # Order the hosts by kind, as in the pair that stands for this one, so that directions correspond.
             ordered = ends if kinds[ends[0]] <= kinds[ends[1]] else ends[::-1]
-            key = ends[0] == ends[1], (kinds[ordered[0]], kinds[ordered[1]])
-            if key in first:
-                copies[ordered] = first[key]
-            else:
-                first[key] = ordered
+            model = ends if ends[0] == ends[1] else first.setdefault((kinds[ordered[0]], kinds[ordered[1]]), ordered)
+            if model == ordered:
                 kept.append((source, target))
+            else:
+                copies[ordered] = model
         if kept:
             chosen.append(kept)
     return chosen, copies

@@ -54,6 +54,12 @@ def test_pairs_with_another_connection_have_links_of_their_own(host):
     assert ClusterProfile.from_json(found.to_json()) == found
 
 
+def test_hosts_declared_alike_still_measure_their_own_pairs(host):
+    crew = host()
+    found = measure(crew, QUICK, ["float32"], Silent(), Selection.of((), None, symmetric=True))
+    assert found.links == measure(host(), QUICK, ["float32"], Silent()).links
+
+
 def test_like_pairs_share_one_link(host):
     crew = host()
     crew.bridges = ()
