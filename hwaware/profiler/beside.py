@@ -26,7 +26,7 @@ from hwaware.ray_cluster import Node
 #: Time limit of the whole measurement [s].
 LIMIT_S = 180.0
 _VERSIONS_LIMIT_S = 90.0
-# With more workers, one link stands for all links to hosts with the same devices.
+# With more hosts, one link stands for all links to hosts with the same devices.
 _MOST_HOSTS = 8
 _FIX = "see the Ray logs of that host (worker-*.err), mend what they say, and start Ray there again."
 
@@ -114,7 +114,8 @@ def profile_beside(
         members = _members(profile, node, name, present, actors)
         known = [dtype for dtype in MEASURED if all(dtype in device.throughput for device in profile.devices)]
         earlier = PartialProfile.of(profile)
-        selection = Selection.of([name], earlier, symmetric=len(members) > _MOST_HOSTS)
+        hosts = {member.host for member in members}
+        selection = Selection.of([name], earlier, symmetric=len(hosts) > _MOST_HOSTS)
         found = measure(RayCrew(members, {}, {}), BESIDE, known or ["float32"], Silent(), selection, earlier)
     except Exception:  # after the end of its workers, a measurement raises many kinds of errors
         if is_late.is_set():

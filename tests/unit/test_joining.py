@@ -7,6 +7,7 @@ import pytest
 from hwaware import ray_cluster
 from hwaware.cluster import ClusterProfile, Host
 from hwaware.errors import UnusableInputError
+from hwaware.profiler import beside
 from hwaware.profiler.beside import require_same
 from hwaware.ray_cluster import Node
 from hwaware.survival import joining
@@ -84,3 +85,13 @@ def test_a_host_takes_no_name_of_another(cluster):
 def test_a_host_with_other_versions_is_refused():
     with pytest.raises(UnusableInputError, match=r"It has jax 0\.4\.30, expected 0\.12\.0\.1"):
         require_same({"jax": "0.4.30", "python": "3.13"}, {"jax": "0.12.0.1", "python": "3.13"})
+
+
+def test_a_new_host_with_many_devices_times_its_link_to_each_of_few_hosts(fakes, monkeypatch):
+    crew = fakes.crew([fakes.spec(host, 1e10, kind="cpu") for host in ["new"] * 8 + ["h0", "h1"]])
+    monkeypatch.setattr(beside, "_members", lambda *_: crew.members)
+    monkeypatch.setattr(beside, "RayCrew", lambda *_: crew)
+    monkeypatch.setattr(ray_cluster, "end_actors", lambda actors: None)
+    found = beside.profile_beside(ClusterProfile.uniform(hosts=2), node("1", "address of new", 8), "new", [])
+    timed = {(one.source, one.target) for one in found.links if one.evidence and "messages" in one.evidence}
+    assert {("new", "h0"), ("h0", "new"), ("new", "h1"), ("h1", "new")} <= timed
