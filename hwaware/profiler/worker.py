@@ -65,8 +65,9 @@ class Worker:
         order_devices_by_bus()
         with _unthrottled():
             device = self._device()
-        if declared is not None:
-            _host_devices().join(self._index)
+        module = _host_devices()
+        if module and self._joins:
+            module.join(self._index)
         is_share = declared is not None and declared.group is not None
         self._products = Products(device, _unthrottled, is_share)
         self._link_end.use(self._transfers, device)

@@ -1,5 +1,6 @@
 """HWAWARE_DEVICES: what a host declares of its devices, and how a process joins one."""
 
+import contextlib
 import json
 import os
 import threading
@@ -8,6 +9,8 @@ import pytest
 
 from hwaware import host_devices
 from hwaware.errors import HwawareError, UnusableInputError
+from hwaware.greeting import new_secret
+from hwaware.profiler import worker
 
 
 @pytest.fixture
@@ -193,3 +196,13 @@ def test_a_process_of_two_devices_gets_the_sum_of_their_quotas(tmp_path, monkeyp
 def test_two_devices_of_which_one_is_not_declared(groups):
     with pytest.raises(UnusableInputError, match="device 2 of its host, but HWAWARE_DEVICES declares 2"):
         host_devices.join(0, 2)
+
+
+def test_the_profiler_refuses_a_device_that_its_host_does_not_declare(monkeypatch):
+    """It would take the device for another kind, with a part of the whole host's memory."""
+    pytest.importorskip("jax")
+    monkeypatch.setenv("HWAWARE_DEVICES", '[{"id": "a:0", "kind": "cpu", "memory_bytes": 5}]')
+    monkeypatch.setattr(worker, "_assigned_index", lambda: 1)
+    with contextlib.closing(worker.Worker("127.0.0.1", new_secret())) as second:
+        with pytest.raises(UnusableInputError, match="serves device 1 of its host, but HWAWARE_DEVICES declares 1"):
+            second.identify()
