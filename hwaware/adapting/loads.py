@@ -13,7 +13,6 @@ from hwaware.records import FileRecord, Record, require, require_amount, require
 
 # Shorter traces have no room for a load after the first steps.
 LEAST_STEPS, MOST_STEPS = 200, 1_000_000
-KINDS = ("step", "ramp", "flapping", "noise", "two hosts", "link")
 
 
 class Change(Record, frozen=True, kw_only=True):
@@ -143,3 +142,4 @@ def _link(rng: random.Random, profile: ClusterProfile, steps: int) -> _Drawn:
 _DRAW: Dict[str, Callable[[random.Random, ClusterProfile, int], _Drawn]] = {
     "step": _step, "ramp": _ramp, "flapping": _flapping, "noise": _noise, "two hosts": _two_hosts, "link": _link,
 }  # fmt: skip
+KINDS = tuple(_DRAW)

@@ -23,12 +23,10 @@ from hwaware.deprecation import keyword_only
 from hwaware.dtypes import MEASURED
 from hwaware.errors import UnusableInputError
 from hwaware.profiler.crew import Crew, in_process, on_ray
-from hwaware.profiler.fingerprint import differences, fingerprint, require_same
 from hwaware.profiler.measurement import IncompleteError, InterruptedMeasurement, TerminatedMeasurement, measure
-from hwaware.profiler.partial import load_any, merge
-from hwaware.profiler.policy import FULL, QUICK, Policy
+from hwaware.profiler.partial import load_any
+from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.progress import Progress, Silent, for_terminal
-from hwaware.profiler.rounds import rounds
 from hwaware.profiler.selection import Selection
 from hwaware.records import PathLike
 
@@ -37,20 +35,12 @@ __all__ = [
     "QUICK",
     "IncompleteError",
     "InterruptedMeasurement",
-    "PartialProfile",
-    "Policy",
-    "Progress",
     "Silent",
     "TerminatedMeasurement",
-    "differences",
-    "fingerprint",
     "for_terminal",
     "load_any",
     "measure",
-    "merge",
     "profile",
-    "require_same",
-    "rounds",
 ]
 
 

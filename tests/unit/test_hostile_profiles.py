@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile, LinkTable, PartialProfile
 from hwaware.errors import RecordError
-from hwaware.profiler import fingerprint, merge
+from hwaware.profiler.fingerprint import fingerprint
+from hwaware.profiler.partial import merge
 from hwaware.report.flags import flag_lines
 
 

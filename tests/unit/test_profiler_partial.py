@@ -16,16 +16,9 @@ from click.testing import CliRunner
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile, Collective, Flag, LinkSample, PartialProfile
 from hwaware.errors import ProfileMismatchError, UnusableInputError
-from hwaware.profiler import (
-    InterruptedMeasurement,
-    TerminatedMeasurement,
-    differences,
-    fingerprint,
-    load_any,
-    measure,
-    merge,
-    require_same,
-)
+from hwaware.profiler import InterruptedMeasurement, TerminatedMeasurement, load_any, measure
+from hwaware.profiler.fingerprint import differences, fingerprint, require_same
+from hwaware.profiler.partial import merge
 from hwaware.profiler.policy import QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.selection import Selection
