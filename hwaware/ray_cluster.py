@@ -348,7 +348,7 @@ def _address(ray: Any, address: str) -> str:
     if address != "auto":
         split_address(address)
         return address
-    from_environment = os.environ.get("RAY_ADDRESS", "auto")
+    from_environment = os.environ.get("RAY_ADDRESS") or "auto"
     if from_environment != "auto":
         split_address(from_environment)
         return from_environment

@@ -41,7 +41,7 @@ def test_what_is_no_address_is_refused(text):
 
 @pytest.mark.parametrize(("running", "warnings"), [({"10.0.0.1:6379"}, 0), ({"10.0.0.1:6379", "10.0.0.9:6380"}, 1)])
 def test_auto_names_its_choice_among_several_clusters(running, warnings, monkeypatch, caplog):
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "")  # as Ray, take an empty one for none
     services = SimpleNamespace(
         canonicalize_bootstrap_address=lambda address: "10.0.0.1:6379", find_gcs_addresses=lambda: running
     )
