@@ -6,6 +6,7 @@ Units are SI: seconds, bytes, FLOPs and their quotients.
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any, ClassVar, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import msgspec
@@ -123,6 +124,16 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         if self.head_start_s is not None:
             require_amount(f"head_start_s of device {self.id!r}", self.head_start_s, MOST_SECONDS)
         require_shallow(f"samples of device {self.id!r}", self.samples)
+
+
+def measured_kind(kind: str) -> str:
+    """Return the kind that the profiler gives a device, without what tells slower devices of that kind apart.
+
+    Example:
+        >>> measured_kind("cpu like h0:0 as h1:0")
+        'cpu'
+    """
+    return re.split(" (?:as|like) ", kind)[0]
 
 
 class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):

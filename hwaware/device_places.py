@@ -6,7 +6,7 @@ import functools
 import logging
 from typing import Any, Collection, Dict, Sequence, Set, Tuple
 
-from hwaware.cluster import ClusterProfile
+from hwaware.cluster import ClusterProfile, measured_kind
 from hwaware.errors import ProfileMismatchError
 
 # (host's Ray address, index of the device on its host)
@@ -87,7 +87,7 @@ def require_same_kinds(profile: ClusterProfile, nodes: Sequence[Dict[str, Any]])
     measured = (profile.environment or {}).get("hosts")
     for host in profile.hosts:
         found = _kinds(resources.get(host.address, {}))
-        expected = {device.kind for device in profile.devices if device.host == host.name}
+        expected = {measured_kind(device.kind) for device in profile.devices if device.host == host.name}
         if found and found != expected and isinstance(measured, dict) and host.name in measured:
             named, running = (", ".join(sorted(some)) for some in (expected, found))
             raise ProfileMismatchError(
@@ -103,7 +103,7 @@ def require_same_kinds(profile: ClusterProfile, nodes: Sequence[Dict[str, Any]])
 
 
 def _kinds(resources: Dict[str, float]) -> Set[str]:
-    return {name[len(KIND_RESOURCE) :] for name in resources if name.startswith(KIND_RESOURCE)}
+    return {measured_kind(name[len(KIND_RESOURCE) :]) for name in resources if name.startswith(KIND_RESOURCE)}
 
 
 @functools.lru_cache(maxsize=None)  # a program compiles several functions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Mapping, Union
 
-from hwaware.cluster import ClusterProfile, PartialProfile
+from hwaware.cluster import ClusterProfile, PartialProfile, measured_kind
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import ProfileMismatchError
 
@@ -24,7 +24,9 @@ def fingerprint(profile: Profile) -> Dict[str, Any]:
     hosts = hosts if isinstance(hosts, dict) else {}  # a file may say anything here
     return {
         "hosts": {host.name: _versions(hosts.get(host.name)) for host in profile.hosts},
-        "devices": {one.id: {"host": one.host, "kind": one.kind, "uuid": one.uuid} for one in profile.devices},
+        "devices": {
+            one.id: {"host": one.host, "kind": measured_kind(one.kind), "uuid": one.uuid} for one in profile.devices
+        },
     }
 
 

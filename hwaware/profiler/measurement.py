@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from hwaware.cluster import ClusterProfile, Host, PartialProfile
+from hwaware.cluster import ClusterProfile, Host, PartialProfile, measured_kind
 from hwaware.errors import MeasurementError, ProfileMismatchError, RecordError
 from hwaware.profiler import cards, collectives, devices, links
 from hwaware.profiler.crew import Crew
@@ -223,6 +223,11 @@ def _running(subjects: Sequence[Subject]) -> Dict[str, Any]:
     return {
         "hosts": {one.member.host: one.facts["versions"] for one in subjects},
         "devices": {
-            one.id: {"host": one.member.host, "kind": one.facts["kind"], "uuid": one.facts["uuid"]} for one in subjects
+            one.id: {
+                "host": one.member.host,
+                "kind": measured_kind(one.facts["kind"]),
+                "uuid": one.facts["uuid"],
+            }
+            for one in subjects
         },
     }

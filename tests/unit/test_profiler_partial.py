@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from hwaware.adapting import Drift
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile, Collective, Flag, LinkSample, PartialProfile
 from hwaware.errors import ProfileMismatchError, UnusableInputError
@@ -23,6 +24,7 @@ from hwaware.profiler.policy import QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.selection import Selection
 from hwaware.report.flags import flag_lines, remeasure
+from hwaware.workload import MeasuredTime, Workload
 
 
 @pytest.fixture
@@ -293,6 +295,16 @@ def test_fingerprints_name_what_differs(run):
     ]
     with pytest.raises(ProfileMismatchError, match="host h8 was not measured"):
         require_same(mark, changed)
+
+
+def test_a_profile_that_a_training_has_corrected_is_of_the_same_cluster(run):
+    first, _ = run()
+    workload = Workload.uniform(measured={"h2:0": {"1,1": MeasuredTime(forward_s=1, backward_s=2)}})
+    _, corrected = Drift(devices={"h1:0": 2.0, "h2:0": 3.0}).applied(workload, first)
+    assert {device.kind for device in corrected.devices} > {"fake"}
+    assert differences(fingerprint(corrected), fingerprint(first)) == []
+    again, _ = run(("h1",), corrected)
+    assert again.device("h1:0").kind == "fake"
 
 
 def test_failures_stay_until_their_subjects_are_measured(run):
