@@ -150,7 +150,7 @@ def _retake(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
     """Time doubtful directions once more, within the policy's `retake_s`. The steadier timing counts."""
     deadline = time.monotonic() + survey.policy.retake_s
     for pairs in plan:
-        for ordered in (list(pairs), [(b, a) for a, b in pairs]):
+        for ordered in (list(pairs), [(b, a) for a, b in pairs if a.member.host != b.member.host]):
             again = [pair for pair in ordered if doubtful(measured.links.get(_key(pair), _STEADY_LINK))]
             if not again or time.monotonic() > deadline:
                 continue

@@ -69,6 +69,14 @@ def test_like_pairs_share_one_link(host):
     assert len(timed) == 6
 
 
+def test_a_doubtful_pair_is_timed_once_more_in_its_own_direction(host):
+    crew = host()
+    crew.scatters = ("a:0", "a:1")
+    measure(crew, QUICK, ["float32"], Silent())
+    timed = [one[2][0] for batch in crew.batches for one in batch if one[0] == "time_messages"]
+    assert (timed.count("a:0>a:1"), timed.count("a:1>a:0")) == (2, 0)
+
+
 def test_of_processors_one_pair_is_measured(host):
     crew = host()
     crew.is_processor = True
