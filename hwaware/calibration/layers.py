@@ -243,7 +243,7 @@ def _timed_within(
     untimed = [key for key in keys if not all(name in fresh and fresh[name][key].times for name in leaders)]
     if untimed and (fresh or any(len(lacks) < len(unlike) for lacks in missing.values())):
         LOG.warning(
-            "Time ran out before %d of %d layers; these are estimated from the others. %s",
+            "Time ran out before each kind of device had timed %d of %d layers; missing times are estimated. %s",
             len(untimed), len(keys), _longer(limit_s),
         )  # fmt: skip
     return fresh
