@@ -6,9 +6,10 @@ slowest stage into intervals. The bound of an interval is the cheapest pipeline 
 above its begin. A beam search from the last stage to the first, guided by the same prices, finds plans; hwaware.costs
 prices them.
 
-The bound holds for stages of like devices inside one host or on several whole hosts. If links between like hosts
-differ, each counts as the best one. Three cases need the bound of hwaware.placement.bounds, which holds for every plan.
-Like devices stand in hosts of several sizes, devices of one kind differ, or a stage may mix kinds.
+The bound holds for stages of like devices inside one host or on several whole hosts. Tensor-parallel groups wider than
+a host count only where links between hosts are as fast as inside. Links that differ between like hosts count as the
+best one. Three cases need the bound of hwaware.placement.bounds, which holds for every plan. Like devices stand in
+hosts of several sizes, devices of one kind differ, or a stage may mix kinds.
 """
 
 from __future__ import annotations

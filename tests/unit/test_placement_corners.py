@@ -44,6 +44,14 @@ def test_devices_of_unequal_hosts_are_not_one_class():
     assert found.bound_s <= inside
 
 
+def test_outputs_without_bytes_do_not_hide_a_faster_link_from_the_bound():
+    """All messages between stages take as long, and gradient sums do not."""
+    work = workload(layer(parameter_bytes=1e5), samples=2)
+    profile = cluster("abc", [link("a", "b", 1e6), link("a", "c", 1e6), link("b", "c", 1e9)])
+    _, answer = at_scale(work, profile, 4)
+    assert answer.bound_s <= step_s(plan((0, 0, "b:0", "c:0")), work, profile)
+
+
 def test_sums_of_gradients_over_hosts_are_not_those_inside_one():
     work = workload(layer(parameter_bytes=1e5), samples=2)
     profile = cluster({"a": 1, "b": 2}, sum_bytes_per_s=1e6)
