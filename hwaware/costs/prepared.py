@@ -187,6 +187,10 @@ class PreparedCosts:
         places, links = self.links.numbered(names)
         return np.array([*map(self.link_number, links), -1], dtype=np.int64)[places]
 
+    def summed_bytes(self, group: int) -> FloatArray:
+        """Return for each layer the bytes of gradients that replicas of so many devices sum."""
+        return np.array([x.gradient_size_bytes / (group if is_split(x) else 1) for x in self.workload.layers])
+
     def whole_s(self, device: str) -> float:
         """Return the time of one microbatch through the whole model on one device, forward and backward."""
         sums = self.sums((device,))

@@ -11,7 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import msgspec
 import numpy as np
 
-from hwaware.costs.compute import is_split, slowest_s
+from hwaware.costs.compute import slowest_s
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import counted_twice, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
@@ -207,7 +207,7 @@ def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatche
     forward_s = _slowest_s([price.forward_s for price in alone], deviations)
     if costs.schedule == "inference":
         return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest.memory_bytes, fullest.memory_limit_bytes)
-    nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end])])
+    nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end].tolist())])
     return StagePrice(
         forward_s=forward_s,
         backward_s=_slowest_s([price.backward_s for price in alone], deviations),
@@ -308,10 +308,8 @@ def _most(values: Sequence[float]) -> FloatArray:
     return table
 
 
-def _summed_bytes(replicas: Replicas, costs: PreparedCosts) -> List[float]:
-    """Return for each layer the bytes of gradients that the replicas sum."""
-    group = min(len(replica.devices) for replica in replicas)
-    return [x.gradient_size_bytes / (group if is_split(x) else 1) for x in costs.workload.layers]
+def _summed_bytes(replicas: Replicas, costs: PreparedCosts) -> FloatArray:
+    return costs.summed_bytes(min(len(replica.devices) for replica in replicas))
 
 
 def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:

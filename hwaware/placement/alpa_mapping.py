@@ -83,7 +83,7 @@ def alpa(problem: Problem, at_best: bool = False) -> Answer:
 def choose(problem: Problem, at_best: bool = False, search: Callable[..., DpResult] = training_dp) -> Optional[Chosen]:
     """Return the layers and submesh shape of each stage by Alpa's `search`; None if no mapping uses all devices."""
     workload, profile = problem.costs.workload, problem.costs.profile
-    split = at_best and splits(workload)
+    split = at_best and splits(problem.costs)
     shapes = submesh_shapes(profile, workload.microbatch_size, problem.most_devices, at_best, split)
     cost = np.stack([_stage_costs_s(problem, shape, at_best) for shape in shapes], axis=-1)[..., None]
     limits = np.full(cost.shape, UNLIMITED_SUCCESSORS)
@@ -98,7 +98,7 @@ def placed(chosen: Chosen, problem: Problem, at_best: bool = False, order: Optio
     """
     workload = problem.costs.workload
     hosts, _ = _hosts(problem.costs.profile, at_best, order)
-    split = at_best and splits(workload)
+    split = at_best and splits(problem.costs)
     names, width, taken = [name for host in hosts for name in host], len(hosts[0]), 0
     stages = {}
     for k in sorted(range(len(chosen)), key=lambda k: math.prod(chosen[k][1]))[::-1]:
@@ -165,7 +165,7 @@ def _stage_costs_s(problem: Problem, shape: Shape, at_best: bool) -> FloatArray:
     if at_best:
         seconds = seconds / devices
     elif devices > 1:
-        nbytes = np.maximum(0.0, _ranges(np.array([layer.gradient_size_bytes for layer in layers], dtype=np.float64)))
+        nbytes = np.maximum(0.0, _ranges(costs.summed_bytes(1)))
         link = _mean_link(costs, inside=shape[0] == 1)
         summed = ring_all_reduces_s(nbytes.reshape(-1), devices, [link]).reshape(nbytes.shape)
         seconds = seconds + summed / problem.num_microbatches

@@ -72,7 +72,7 @@ def _uniform_plans(problem: Problem) -> Iterator[Plan]:
     costs, most = problem.costs, problem.most_devices
     devices, layers = costs.profile.devices, len(costs.workload.layers)
     widest = min(collections.Counter(device.host for device in devices).values())
-    widest = widest if splits(costs.workload) else 1
+    widest = widest if splits(costs) else 1
     for stages in range(1, min(layers, len(devices)) + 1):
         each = len(devices) // stages
         if len(devices) % stages or (most is not None and each > most):

@@ -13,10 +13,10 @@ import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile
+from hwaware.costs.curves import FloatArray
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.problem import Answer, Problem
-from hwaware.workload import Layer
 
 # Ranges of layers in the tables of a search, times ways to build a stage: 0.5 GiB, and twice as much while
 # they are built.
@@ -102,18 +102,21 @@ class BlockCosts(PreparedCosts):
     """
 
     def __init__(self, layers: PreparedCosts, ends: Sequence[int]) -> None:
-        edges = [0, *ends]
-        blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
-        # The sums, made of those of the layers, hold the bytes that layers share.
-        workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
+        # The last layer of a block stands for it, as its output leaves the block. Sums are made of those of the layers.
+        last = tuple(layers.workload.layers[end - 1] for end in ends)
+        workload = msgspec.structs.replace(layers.workload, layers=last, shared=())
         super().__init__(
             workload, layers.profile, layers.schedule, layers.links, layers.measured_groups, kinds=layers.kinds
         )
-        self._layers, self._edges, self.of_layers = layers, edges, layers.of_layers
+        self._layers, self._edges, self.of_layers = layers, [0, *ends], layers.of_layers
 
     def on(self, profile: ClusterProfile, *changed: Any, **named: Any) -> PreparedCosts:
         """Return the costs of the same blocks on another cluster."""
         return BlockCosts(self._layers.on(profile, *changed, **named), self._edges[1:])
+
+    def summed_bytes(self, group: int) -> FloatArray:
+        """Return the bytes of gradients of each block."""
+        return np.add.reduceat(self._layers.summed_bytes(group), self._edges[:-1])
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
         s, edges = self._layers.sums(devices, share, replicas), self._edges
@@ -128,22 +131,3 @@ class BlockCosts(PreparedCosts):
     def _block(self, layer: int) -> int:
         """Return the number of the block that has the layer."""
         return bisect.bisect_right(self._edges, layer) - 1
-
-
-def _joined(layers: Sequence[Layer]) -> Layer:
-    """Return a layer with the sizes of all of these, and the output of the last."""
-    if len(layers) == 1:
-        return layers[0]
-    split = [layer.tensor_parallel_bytes for layer in layers if layer.tensor_parallel_bytes is not None]
-    return Layer(
-        name=f"{layers[0].name} to {layers[-1].name}",
-        forward_flops=sum(layer.forward_flops for layer in layers),
-        backward_flops=sum(layer.backward_flops for layer in layers),
-        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
-        output_bytes=layers[-1].output_bytes,
-        activation_bytes=sum(layer.activation_bytes for layer in layers),
-        gradient_bytes=sum(layer.gradient_size_bytes for layer in layers),
-        optimizer_bytes=sum(layer.optimizer_size_bytes for layer in layers),
-        tensor_parallel_bytes=sum(split) if split else None,
-        measured=layers[0].measured,  # its shardings say what stages can be; the times are those of the layers
-    )

@@ -131,12 +131,10 @@ def fastest_inside_hosts(costs: PreparedCosts) -> bool:
     np.fill_diagonal(places, -1)
     same = costs.links.on_one_host(names)
     inside, between = (np.unique(places[(places >= 0) & one]).tolist() for one in (same, ~same))
-    layers = costs.workload.layers
-    sent_bytes = costs.outputs_bytes, np.array([float(layer.gradient_size_bytes) for layer in layers])
     return all(
         max((_whole_s(links[place], nbytes) for place in inside), default=0.0)
         <= min((_whole_s(links[place], nbytes) for place in between), default=np.inf)
-        for nbytes in sent_bytes
+        for nbytes in (costs.outputs_bytes, costs.summed_bytes(1))
     )
 
 
@@ -225,7 +223,7 @@ def ways_to_build(problem: Problem) -> int:
 def _shapes(problem: Problem, types: Sequence[Sequence[Tuple[str, ...]]]) -> List[Tuple[Template, Tuple[str, ...]]]:
     """Return all templates that the rules of stages allow, each with the first devices of its type."""
     costs = problem.costs
-    samples, split = costs.workload.microbatch_size, splits(costs.workload)
+    samples, split = costs.workload.microbatch_size, splits(costs)
     found = []
     for kind, units in enumerate(types):
         own = sorted(units, key=lambda unit: -len(unit))

@@ -49,7 +49,7 @@ class Judge:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.samples = problem.costs.workload.microbatch_size
-        self.splits = splits(problem.costs.workload)
+        self.splits = splits(problem.costs)
         self.names = tuple(device.id for device in problem.costs.profile.devices)
         self.speed = {name: 1.0 / max(problem.costs.whole_s(name), 1e-30) for name in self.names}
         most = min(len(problem.costs.workload.layers), len(self.names))  # stages of a state

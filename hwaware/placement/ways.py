@@ -28,7 +28,6 @@ from hwaware.costs.stages import LocatedStage, Replicas, SharedReplica, StageTab
 from hwaware.errors import PlanError
 from hwaware.placement.problem import Problem
 from hwaware.plans import Plan
-from hwaware.workload import Workload
 
 W = TypeVar("W")
 # With so many devices every order of devices, and for target "any" every division into replicas, is listed.
@@ -92,7 +91,7 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], known: Mapping[str,
     """Return the ways to build a stage from classes of the known devices; `unlike` ones share one if that is given."""
     costs, samples, target = problem.costs, problem.costs.workload.microbatch_size, problem.target
     classes = [[known[name] for name in members] for members in names]
-    sizes, split = [len(members) for members in classes], splits(costs.workload)
+    sizes, split = [len(members) for members in classes], splits(costs)
     devices, speed = sum(sizes), 1.0 / np.maximum([costs.whole_s(members[0]) for members in names], 1e-30)
     most, every = min(devices, problem.most_devices or devices), devices <= EVERY_ARRANGEMENT
     between_s = None if every else _between_s(costs, names)
@@ -257,10 +256,11 @@ class Arrays(NamedTuple):
         return self.problem.plan(made)
 
 
-def splits(workload: Workload) -> bool:
+def splits(costs: PreparedCosts) -> bool:
     """Return True if a tensor-parallel group does anything in less time than one of its devices."""
-    shardings = [name for layer in workload.layers for times in (layer.measured or {}).values() for name in times]
-    return any(is_split(layer) for layer in workload.layers) or any(not name.endswith(",1") for name in shardings)
+    layers = costs.of_layers.workload.layers
+    shardings = [name for layer in layers for times in (layer.measured or {}).values() for name in times]
+    return any(is_split(layer) for layer in layers) or any(not name.endswith(",1") for name in shardings)
 
 
 def device_classes(problem: Problem) -> List[List[str]]:

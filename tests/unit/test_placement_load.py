@@ -86,6 +86,21 @@ def test_a_plan_of_blocks_has_the_price_of_its_layers(seed):
     )
 
 
+def test_replicas_sum_as_many_gradients_of_a_block_as_of_its_layers():
+    """Tensor parallelism splits one of the two layers."""
+    model = workload([layer(parameter_bytes=1e8), layer(parameter_bytes=1e8, tensor_parallel_bytes=0.0)], 2)
+    profile, groups = cluster({"a": 4}, between=(1e8, 0.0)), (("a:0", "a:1"), ("a:2", "a:3"))
+    joined = BlockCosts(PreparedCosts(model, profile), (2,))
+    whole_s = evaluate(plan((0, 1, *groups)), model, profile).step_s
+    assert evaluate(plan((0, 0, *groups)), joined.workload, profile, joined).step_s == pytest.approx(whole_s)
+
+
+def test_long_names_of_a_long_model_are_no_obstacle(monkeypatch):
+    monkeypatch.setattr(blocks, "MOST_BLOCKS", 2)
+    model = workload([layer(name=str(k) * 900) for k in range(4)])
+    assert hwaware.plan(model, cluster(), num_microbatches=2, time_limit_s=2).status == "feasible"
+
+
 def test_long_models_are_planned_in_blocks_and_keep_pins_and_rules(monkeypatch):
     monkeypatch.setattr(blocks, "MOST_BLOCKS", 6)
     rng = random.Random(1)
