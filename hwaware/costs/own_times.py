@@ -161,61 +161,57 @@ def _mean(times: Sequence[MeasuredTime]) -> MeasuredTime:
 NOISE = 0.1
 
 
-def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> MeasuredTime:
-    """Return a layer's measured time ("1,1") carried over from one device to one of another kind by their curves.
+def transferred_times(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> Times:
+    """Return a layer's measured times "DP,1" carried over from one device to one of another kind by their curves.
 
         t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
 
     a and a' are the layer's analytic times on both devices: both leave out as much. r is the mean factor between all
     figures of both devices, and u their `unlikeness`. Figures that differ by little more than noise tell r alone.
+    A share takes the factor of "1,1".
 
     The spread is the smaller of two. One is half of |log(t / a)|, because a layer that its own device's curve explains
     is carried over surely. The other is u, because like factors of all figures tell the layer's factor.
-
-    Raises:
-        UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
 
     Example:
         >>> devices = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9)).devices
         >>> old, new = (replace(device, memory_bandwidth_bytes_per_s=1e9) for device in devices)
         >>> times = {old.kind: {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
         >>> layer = Workload.uniform(backward_flops=1e9, measured=times).layers[0]
-        >>> carried = transferred_times_s(layer, old, new, "float32")
+        >>> carried = transferred_times(layer, old, new, "float32")["1,1"]
         >>> round(carried.forward_s, 3), round(carried.spread, 3)
         (0.583, 0.347)
 
     Source: shrinkage towards the mean (James and Stein, 1961), positive part.
     """
-    measured = measured_time(layer, measured_on.kind, 1, 1)
-    if measured is None:
-        raise UnusableInputError(
-            f"layer {layer.name!r} has no measured time (1,1) on kind {measured_on.kind!r}.",
-            "give a device of a kind that the workload was measured on.",
-        )
-    times, explained, whole = [], [], np.ones(1)
-    for backward, seconds in ((False, measured.forward_s), (True, measured.backward_s)):
+    known, whole = (layer.measured or {})[measured_on.kind], np.ones(1)
+    ratios, explained = [], []
+    for backward, seconds in ((False, known["1,1"].forward_s), (True, known["1,1"].backward_s)):
         here, there = (
             float(analytic_time_s([layer], device, dtype, whole, backward, whole)[0])
             for device in (measured_on, wanted_on)
         )
-        raw = there / here if here > 0 else 1.0
-        times.append(seconds * _shrunk(raw, measured_on, wanted_on, dtype) if here > 0 else seconds)
+        factor = _shrunk(there / here, measured_on, wanted_on, dtype) if here > 0 else 1.0
+        ratios.append(seconds * factor / seconds if seconds > 0 else 1.0)
         explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
     spread = min(max(explained) / 2, unlikeness(measured_on, wanted_on, dtype))
-    return MeasuredTime(forward_s=times[0], backward_s=times[1], spread=spread)
+    old, new = measured_on.memory_bandwidth_bytes_per_s, wanted_on.memory_bandwidth_bytes_per_s
+    slower = None if old is None or new is None else _shrunk(old / new, measured_on, wanted_on, dtype)
+    return {
+        sharding: MeasuredTime(
+            forward_s=times.forward_s * ratios[0],
+            backward_s=times.backward_s * ratios[1],
+            update_s=None if times.update_s is None or slower is None else times.update_s * slower,
+            deviation_s=None if times.deviation_s is None else times.deviation_s * max(ratios),
+            spread=spread,
+        )
+        for sharding, times in known.items()
+        if sharding.endswith(",1")
+    }
 
 
 def unlikeness(one: Device, other: Device, dtype: str) -> float:
-    """Return how far two devices are from differing by one factor: the standard deviation of log t' / t.
-
-    t' and t are their times of each matrix product on the first one's curve, and of memory traffic.
-
-    Example:
-        >>> fast, slow = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9)).devices
-        >>> old, new = (replace(device, memory_bandwidth_bytes_per_s=1e9) for device in (fast, slow))
-        >>> unlikeness(fast, slow, "float32"), round(unlikeness(old, new, "float32"), 3)
-        (0.0, 0.347)
-    """
+    """Return how far two devices are from differing by one factor: the standard deviation of `log_factors`."""
     return float(np.std(log_factors(one, other, dtype)))
 
 
@@ -238,8 +234,8 @@ def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
 def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
     """Return the workload with times for every kind of the profile: its own, or carried over from the likest kind.
 
-    Only unsplit layers' times ("DP,1") are carried over, each with its `spread`. A share takes the factor of "1,1".
-    Kinds that the profile does not have stay as they are, and so do layers without times on its kinds.
+    `transferred_times` carries over times "DP,1", not those of groups. Kinds that the profile does not have stay as
+    they are, and so do layers without times on its kinds.
 
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
@@ -252,7 +248,7 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
         for kind, device in firsts.items():
             if sources and "1,1" not in known.get(kind, {}):
                 source = min(sources, key=lambda one: unlikeness(one, device, dtype))
-                known[kind] = {**_carried(layer, source, device, dtype), **known.get(kind, {})}
+                known[kind] = {**transferred_times(layer, source, device, dtype), **known.get(kind, {})}
         layers.append(replace(layer, measured=known or None))
     return replace(workload, layers=tuple(layers))
 
@@ -284,27 +280,6 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
     found = [layer.measured or {} for layer in carried_over(replace(workload, layers=tuple(layers)), split).layers]
     times = {name: [layer.get(leader, {}) for layer in found] for name, leader in named.items()}
     return with_device_times(workload, profile, times)
-
-
-def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[str, MeasuredTime]:
-    carried = transferred_times_s(layer, source, target, dtype)
-    measured = measured_time(layer, source.kind, 1, 1)
-    assert measured is not None  # transferred_times_s has just read it
-    here, there = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
-    slower = None if here is None or there is None else _shrunk(here / there, source, target, dtype)
-    both = (carried.forward_s, measured.forward_s), (carried.backward_s, measured.backward_s)
-    ratios = [new / old if old > 0 else 1.0 for new, old in both]
-    return {
-        sharding: MeasuredTime(
-            forward_s=times.forward_s * ratios[0],
-            backward_s=times.backward_s * ratios[1],
-            update_s=None if times.update_s is None or slower is None else times.update_s * slower,
-            deviation_s=None if times.deviation_s is None else times.deviation_s * max(ratios),
-            spread=carried.spread,
-        )
-        for sharding, times in (layer.measured or {})[source.kind].items()
-        if sharding.endswith(",1")
-    }
 
 
 def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: int) -> Workload:

@@ -35,18 +35,10 @@ def servers_s(
     return passes * max(nbytes * workers / (servers * server_bytes_per_s), nbytes / worker_bytes_per_s)
 
 
-class SummationSplit(NamedTuple):
-    """Hold the bytes that BytePS sums on each spare host and on each worker, and the seconds."""
-
-    on_server: float
-    on_worker: float
-    seconds: float
-
-
-def summation_split(
+def summation_s(
     nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int
-) -> SummationSplit:
-    """Split n bytes among summation services on k spare hosts and on the N workers, so that they end first.
+) -> float:
+    """Return the least time in which services on k spare hosts and on N >= 2 workers sum n bytes.
 
         minimise max(N c / W_s, (n + (N - 2) g) / W_w)   with  k c + N g = n,  c, g >= 0
 
@@ -54,23 +46,20 @@ def summation_split(
     servers, the time is a ring's.
 
     Example:
-        >>> [round(summation_split(1e9, 4, 1e9, 1e9, k).seconds, 4) for k in (0, 2, 4)]
+        >>> [round(summation_s(1e9, 4, 1e9, 1e9, k), 4) for k in (0, 2, 4)]
         [1.5, 1.2, 1.0]
 
     Source: Jiang et al., "A unified architecture for accelerating distributed DNN training" (BytePS), 2020, section 4.
     """
-    if workers < 2:
-        return SummationSplit(0.0, 0.0, 0.0)
     alone = nbytes / workers
     if servers < 1:
-        return SummationSplit(0.0, alone, (nbytes + (workers - 2) * alone) / worker_bytes_per_s)
+        return (nbytes + (workers - 2) * alone) / worker_bytes_per_s
     # Both ends equal; g is what remains for the workers, at least nothing.
     server, worker = workers / server_bytes_per_s, (workers - 2) / worker_bytes_per_s
     on_worker = (nbytes * server / servers - nbytes / worker_bytes_per_s) / (worker + server * workers / servers)
     on_worker = min(alone, max(0.0, on_worker))
     on_server = (nbytes - workers * on_worker) / servers
-    seconds = max(on_server * server, (nbytes + (workers - 2) * on_worker) / worker_bytes_per_s)
-    return SummationSplit(on_server, on_worker, seconds)
+    return max(on_server * server, (nbytes + (workers - 2) * on_worker) / worker_bytes_per_s)
 
 
 class Syncs(NamedTuple):
@@ -115,7 +104,7 @@ def compare_syncs(
     worker_rate = min([link.bandwidth_bytes_per_s for link in pairs] + parts)
     server_rate = _server_rate(costs, workers, servers, worker_rate)
     both_ways_s, asked = 2 * max(link.latency_s for link in pairs), (nbytes, len(workers), worker_rate, server_rate)
-    times = {"ring": ring_s, "byteps": summation_split(*asked, servers).seconds + both_ways_s}
+    times = {"ring": ring_s, "byteps": summation_s(*asked, servers) + both_ways_s}
     if servers:
         times["reduction-server"] = servers_s(*asked, servers, 1) + both_ways_s
         times["parameter-server"] = servers_s(*asked, 1, 2) + both_ways_s

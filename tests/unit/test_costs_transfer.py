@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.costs import PreparedCosts, evaluate
-from hwaware.costs.own_times import carried_over, carried_to_devices, transferred_times_s, unlikeness
-from hwaware.errors import UnusableInputError
+from hwaware.costs.own_times import carried_over, carried_to_devices, transferred_times, unlikeness
 from hwaware.workload import MeasuredTime
 
 
@@ -33,9 +32,9 @@ def workload(*layers):
 
 @given(st.floats(0.1, 10), st.floats(1e-3, 10), st.floats(1e-3, 10))
 def test_a_uniformly_slower_device_scales_times_exactly(factor, forward, backward):
-    carried = transferred_times_s(
-        measured_layer(forward, backward), device("old"), device("new", factor), dtype="float32"
-    )
+    carried = transferred_times(measured_layer(forward, backward), device("old"), device("new", factor), "float32")[
+        "1,1"
+    ]
     assert carried.forward_s == pytest.approx(forward * factor)
     assert carried.backward_s == pytest.approx(backward * factor)
     assert carried.spread == pytest.approx(0, abs=1e-9)
@@ -44,25 +43,20 @@ def test_a_uniformly_slower_device_scales_times_exactly(factor, forward, backwar
 def test_unlike_curves_add_spread_where_they_explain_nothing():
     old, new = device("old", bandwidth=None), device("new", bandwidth=None, bend=1.5)
     assert unlikeness(old, new, "float32") > 0.1
-    unexplained = transferred_times_s(measured_layer(0.3, 0.7), old, new, "float32")
-    explained = transferred_times_s(measured_layer(0.01, 0.02), old, new, "float32")
+    unexplained = transferred_times(measured_layer(0.3, 0.7), old, new, "float32")["1,1"]
+    explained = transferred_times(measured_layer(0.01, 0.02), old, new, "float32")["1,1"]
     assert unexplained.spread == pytest.approx(unlikeness(old, new, "float32"))
     assert explained.spread == pytest.approx(0, abs=1e-9)
 
 
 def test_differences_within_noise_are_not_believed():
     old = device("old", bandwidth=None)
-    noisy = transferred_times_s(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=1.1), "float32")
-    truly = transferred_times_s(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=8.0), "float32")
+    noisy = transferred_times(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=1.1), "float32")["1,1"]
+    truly = transferred_times(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=8.0), "float32")["1,1"]
     assert noisy.forward_s == pytest.approx(0.3 * 2 * 1.1 ** (1 / 3))
     # The layer's size lies between the second and the third product; its own factor is 2 * sqrt(8).
     assert 0.3 * 2 * 8 ** (1 / 3) < truly.forward_s < 0.3 * 2 * 8**0.5
     assert truly.forward_s == pytest.approx(0.3 * 2 * 8**0.5, rel=0.02)
-
-
-def test_a_layer_that_was_not_measured_there_is_refused():
-    with pytest.raises(UnusableInputError, match="no measured time"):
-        transferred_times_s(measured_layer(), device("new"), device("old"), "float32")
 
 
 def test_every_kind_gets_times_and_measured_ones_stay():
