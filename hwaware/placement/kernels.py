@@ -114,12 +114,6 @@ def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any, ga
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def alone_s(turn: float, left: int, end: float) -> Any:
-    """Return the time without the fill of a stage's own segment, with so many microbatches left."""
-    return turns_s(turn, turn, left + 1, 1)[0] + end if left > 0 else end
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def step_time(
     mode: int, microbatches: int, position: int, before: float, before_time: float, forward: float, backward: float,
     send: float, back: float, there: float, home: float, vector: Any,
@@ -144,7 +138,7 @@ def step_time(
         at, left = 3 * (position - 1), microbatches - position
         own = vector[at]
         end = segment_end_s(before - own, vector[at + 1], vector[at + 2], there, home, position - 1, microbatches)
-        time = max(time, turn + link + alone_s(own, left, end))
+        time = max(time, turn + link + ((left + 1) * own + end if left > 0 else end))
         vector[at + 1], vector[at + 2] = own, end
     for other in range(position):
         at = 3 * other
@@ -157,7 +151,7 @@ def step_time(
     at = 3 * position
     vector[at], vector[at + 1], vector[at + 2] = turn, forward, backward
     end = segment_end_s(beyond, forward, backward, 0.0, 0.0, position, microbatches)
-    return max(time, alone_s(turn, microbatches - position - 1, end))
+    return max(time, (microbatches - position) * turn + end if microbatches - position > 1 else end)
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types

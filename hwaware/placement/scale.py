@@ -95,13 +95,9 @@ class _Scale:
     def lower(self, low: float, high: float, prices: FloatArray) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
         rules = self._rules(low)
-        value, stages, at_port = kernels.least_priced(self.ways, self._paid(prices), low, high, rules)
+        paid = prices[self.ways.kind] * self.ways.devices
+        value, stages, at_port = kernels.least_priced(self.ways, paid, low, high, rules)
         return float(value - prices @ self.fleet.counts), stages, at_port
-
-    def _paid(self, prices: FloatArray) -> FloatArray:
-        """Return the price of all devices of each template."""
-        paid: FloatArray = prices[self.ways.kind] * self.ways.devices
-        return paid
 
     def prove(self, interval: _Interval) -> _Interval:
         """Improve an interval's bound with the devices counted one by one; return it unchanged if time runs out."""
@@ -110,13 +106,13 @@ class _Scale:
         # One int64 stands for the used devices of each kind, together with the other states.
         if math.prod(count + 1 for count in counts.tolist()) * 2 * ports * (self.layers + 1) >= 2**63:
             return interval
-        at_port = self.lower(low, high, prices)[2]
+        at_port, paid = self.lower(low, high, prices)[2], prices[self.ways.kind] * self.ways.devices
         labels, fill, bound = kernels.proof_labels(PARTIAL_PIPELINES, len(counts), self.layers), 1, self.best
         for cut in range(self.layers, 0, -1):
             if not self.time_left():
                 return interval
             fill, bound = kernels.prove(
-                cut, self.ways, at_port, self._paid(prices), float(prices @ counts), counts, low, high,
+                cut, self.ways, at_port, paid, float(prices @ counts), counts, low, high,
                 self._rules(low), labels, fill, bound,
             )  # fmt: skip
         return interval._replace(bound=max(interval.bound, float(bound)))
@@ -168,15 +164,13 @@ class _Scale:
             return
         # The costs in front of each cut, once a step included, whatever the slowest stage.
         front = self.lower(0.0, high, prices)[2][0]
-        units = len(self.fleet.units)
+        units, paid = len(self.fleet.units), prices[self.ways.kind] * self.ways.devices
         width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
         labels, fill = kernels.beam_labels(4 * width, self.layers, units), 1
         for cut in range(self.layers, 0, -1):
             if not self.time_left():
                 return
-            fill = kernels.beam(
-                cut, self.ways, self.fleet.of_units, self._paid(prices), front, high, width, labels, fill
-            )
+            fill = kernels.beam(cut, self.ways, self.fleet.of_units, paid, front, high, width, labels, fill)
         complete = labels.counts[0]
         for k in np.argsort(labels.pool_score[0, :complete])[:40]:
             made, label = [], int(labels.pool_label[0, k])
