@@ -373,9 +373,11 @@ class Mailbox:
         except UnexpectedMessageError as error:
             self._fail(sender, f"Unexpected message of {sender.name}: {error}.")
             self._drop_messages(sender)
-        # Whatever ends this thread, nobody else would learn of it.
-        except Exception as error:  # noqa: BLE001
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: a key that is no text
             self._fail(sender, f"Lost {sender.name}: its connection broke off ({error}).")
+        except Exception as error:
+            self._fail(sender, f"Lost {sender.name}: its messages cannot be taken ({type(error).__name__}: {error}).")
+            raise
 
     def _require_expected(self, sender: Sender, key: str, nbytes: int) -> None:
         longest = {FAILURE_KEY: LONGEST_FAILURE_BYTES, _BYE_KEY: 0}.get(key)

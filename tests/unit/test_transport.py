@@ -297,11 +297,14 @@ def test_a_peer_that_ends_without_a_farewell_has_failed(bounded):
         bounded.take("second", LIMIT_S)
 
 
-def test_whatever_ends_the_receiving_ends_the_waiting(bounded, connect):
+def test_whatever_ends_the_receiving_ends_the_waiting(bounded, connect, monkeypatch):
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
     bounded.admit = lambda key, nbytes, sender: [][1]  # as for an array to a device that the worker lacks
     connect(bounded).send("key", b"1")
     with pytest.raises(PeerFailedError, match="list index out of range"):
         bounded.take("key", LIMIT_S)
+    assert eventually(lambda: [one.exc_type for one in told] == [IndexError])  # with its place in the code
 
 
 def test_a_farewell_is_no_failure(bounded):
