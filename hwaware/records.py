@@ -24,6 +24,8 @@ from hwaware.output_files import replace_file
 
 PathLike = Union[str, "os.PathLike[str]"]
 R = TypeVar("R", bound="FileRecord")
+A = TypeVar("A", bound="Record")
+T = TypeVar("T")
 # Bounds of the numbers in records. They are beyond any hardware and model. Products and sums of valid numbers, over the
 # most layers and microbatches, stay below 1e50, so that no price overflows.
 MOST_COUNT = 10**9
@@ -87,13 +89,10 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
                 problem = f"{name} has {len(entries):,} {field}, expected at most {most:,}."
                 raise RecordError(problem, fix, found=len(entries), expected=most)
         try:
-            return msgspec.convert(document, cls)
+            return converted(document, cls)
         except msgspec.ValidationError as error:
             said = f"{error}{_choices(cls, str(error))}"
             raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {said}.", _VALIDATION_FIX) from error
-        except SystemError as error:  # msgspec 0.18, the last for Python 3.8, on a number that no float holds
-            cause = error.__cause__ or error
-            raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {cause}.", _VALIDATION_FIX) from error
 
     def to_json(self) -> bytes:
         """Return the record as an indented JSON document, schema and version first."""
@@ -120,7 +119,23 @@ def _choices(record: Type[FileRecord], message: str) -> str:
     return f", expected one of {', '.join(known)}"
 
 
-def rebuilt(record: R, **changes: Any) -> R:
+def converted(document: Any, kind: Type[T]) -> T:
+    """Return what `msgspec.convert` does, with its errors."""
+    try:
+        return msgspec.convert(document, kind)
+    except (SystemError, OverflowError):  # msgspec 0.18, the last for Python 3.8, on an integer that no float holds
+        return msgspec.convert(_without_huge(document), kind)
+
+
+def _without_huge(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_huge(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_without_huge(one) for one in value]
+    return math.copysign(math.inf, value > 0 or -1) if isinstance(value, int) and not _is_finite(value) else value
+
+
+def rebuilt(record: A, **changes: Any) -> A:
     """Return a copy with some fields changed, validated; `structs.replace` of msgspec 0.18 does not validate."""
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
     return type(record)(**{**fields, **changes})

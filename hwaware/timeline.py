@@ -14,6 +14,7 @@ from hwaware.records import (
     FileRecord,
     PathLike,
     Record,
+    converted,
     require,
     require_amount,
     require_count,
@@ -147,9 +148,9 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             RecordError: The document is no such trace.
         """
         try:
-            trace = msgspec.convert(document, _Trace)
+            trace = converted(document, _Trace)
             body = {**trace.otherData, "devices": _devices_of(trace), "events": _events_of(trace)}
-            return msgspec.convert(body, cls)
+            return converted(body, cls)
         except (ValueError, msgspec.ValidationError) as error:
             raise RecordError(
                 f"{name} is not a trace that hwaware wrote: {error}.",

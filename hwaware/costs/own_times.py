@@ -13,13 +13,13 @@ from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, Typ
 
 import msgspec
 import numpy as np
-from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, joint_deviation_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
 from hwaware.records import Record
+from hwaware.records import rebuilt as replace
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 M = TypeVar("M")

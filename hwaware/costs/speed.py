@@ -8,7 +8,6 @@ from typing import Dict, Sequence, Tuple
 from typing import Mapping as MappingOf
 
 import numpy as np
-from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link, SharedCard
 from hwaware.costs.curves import FloatArray, fit_positive
@@ -17,6 +16,7 @@ from hwaware.costs.own_times import changed_times, scaled
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.plans import Plan
 from hwaware.records import Record
+from hwaware.records import rebuilt as replace
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.workload import Workload
 

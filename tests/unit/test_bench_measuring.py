@@ -104,6 +104,7 @@ def test_processes_are_started_again_and_steps_know_their_start(task):
 
 
 def test_the_result_says_when_time_cut_steps_and_starts(task, monkeypatch):
+    pytest.importorskip("flax")
     said = []
     effort = task.effort._replace(starts=2, repeats=9, deadline_s=time.monotonic())
     late = task._replace(effort=effort, say=said.append)
@@ -121,6 +122,7 @@ def test_the_result_says_when_time_cut_steps_and_starts(task, monkeypatch):
 
 
 def test_with_time_all_steps_are_taken_and_nothing_is_said(task, monkeypatch):
+    pytest.importorskip("flax")
     effort = task.effort._replace(starts=2, repeats=9, deadline_s=time.monotonic() + 1000)
     early = task._replace(effort=effort, model=SimpleNamespace(config=None))
     outcome = measure_groups(early, [candidate("hwaware"), candidate("even")])
@@ -406,6 +408,7 @@ def test_places_that_share_a_file_or_change_midway_are_refused(benchmark):
 
 
 def test_a_mapping_that_diverges_is_left_out_with_its_reason(task, monkeypatch):
+    pytest.importorskip("flax")
     monkeypatch.setattr(comparison, "_expected_losses", lambda *_: (1.0,))
     task = task._replace(model=SimpleNamespace(config=None))
     good, bad = (

@@ -90,6 +90,8 @@ REFUSED = (
 def test_what_cannot_be_worked_with_is_one_message_and_2(arguments, says, as_json, tmp_path, monkeypatch):
     if "--address" in arguments and "nowhere" in arguments:
         pytest.importorskip("ray")
+    if arguments[0] == "bench":
+        pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     needs_output = "nowhere to write" in says and as_json  # --json is a place to write to
     outcome = run(*arguments, *as_json) if not needs_output else run(*arguments)

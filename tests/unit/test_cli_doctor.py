@@ -177,6 +177,7 @@ def test_the_document_and_the_table(fast):
 
 
 def test_overrides_that_fit_are_listed_only_on_demand(fast):
+    pytest.importorskip("ray")
     fast["alpa"] = {
         "on_stock_jax": True,
         "overrides": [

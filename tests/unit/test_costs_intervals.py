@@ -13,6 +13,7 @@ from hwaware.cli import main
 from hwaware.costs import evaluate, step_interval, surely_better
 from hwaware.costs.intervals import RECORDED
 from hwaware.plans import Plan, Stage
+from hwaware.records import rebuilt
 from hwaware.report.page import save_page
 
 TWO = cluster([device("a:0", 1.0), device("b:0", 1.5, kind="other")])
@@ -86,6 +87,7 @@ def test_the_errors_are_those_of_the_recorded_results(recorded, source):
 
 
 def test_every_solver_and_evaluate_give_the_same_interval(tmp_path):
+    pytest.importorskip("matplotlib")
     model = workload(2, output_bytes=1e5, parameter_bytes=1e6, activation_bytes=1e6)
     for solver in ("exact", "even"):
         found = hwaware.plan(model, TWO, num_microbatches=4, solver=solver)
@@ -118,9 +120,9 @@ def test_every_solver_and_evaluate_give_the_same_interval(tmp_path):
 
 def test_intervals_of_plans_are_checked():
     with pytest.raises(ValueError, match="step_interval_s is from 2"):
-        msgspec.structs.replace(alone(), step_interval_s=(2.0, 1.0))
+        rebuilt(alone(), step_interval_s=(2.0, 1.0))
     with pytest.raises(ValueError, match="step_interval_s"):
-        msgspec.structs.replace(alone(), step_interval_s=(math.nan, 1.0))
+        rebuilt(alone(), step_interval_s=(math.nan, 1.0))
 
 
 def test_the_drivers_time_makes_the_whole_range_later_but_not_the_prediction():
@@ -131,4 +133,4 @@ def test_the_drivers_time_makes_the_whole_range_later_but_not_the_prediction():
     for name in ("low_s", "likely_s", "high_s"):
         assert getattr(later, name) == pytest.approx(getattr(found, name) + 0.25)
     with pytest.raises(ValueError, match="driver_s"):
-        msgspec.structs.replace(TWO, driver_s=-1.0)
+        rebuilt(TWO, driver_s=-1.0)

@@ -113,6 +113,7 @@ def test_a_page_of_a_plan_without_stages_says_why(tmp_path):
 
 
 def test_names_with_dollar_signs_are_no_formulas(tmp_path):
+    pytest.importorskip("matplotlib")
     from hwaware.report import canvas
 
     figure = canvas.pyplot().figure()

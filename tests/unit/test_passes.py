@@ -34,6 +34,7 @@ class Stepping:
 
 
 def test_passes_explain_the_measured_step_by_device_speed():
+    pytest.importorskip("jax")
     expected = (0.002, 0.008, 0.004)
     nothing = [0.0, 0.0]
     step = one_f_one_b_s(expected, expected, nothing, nothing, passes.NUM_MICROBATCHES)[0] + expected[0]
@@ -45,6 +46,7 @@ def test_passes_explain_the_measured_step_by_device_speed():
 
 
 def test_without_float32_another_type_that_all_devices_have_tells_their_speed():
+    pytest.importorskip("jax")
     run = Stepping(lambda: StepTimes(1.0, 1.0))
     profile = with_devices(on_one_host(0.1, 0.3), throughput=lambda d: {"bfloat16": d.throughput["float32"]})
     first, second = passes.with_passes(profile, lambda *_: run).devices

@@ -12,6 +12,7 @@ from builders import ROOT
 # The script with a testbed and a profiler that are made up; the profiler does not end by itself.
 PROGRAM = """
 import contextlib, runpy, subprocess, sys, time, types
+import uuid  # runs a command in Python 3.8
 from hwaware import autoload
 from hwaware.bench import testbed
 

@@ -305,8 +305,8 @@ def test_the_command_writes_a_trace(tmp_path):
     assert json.loads(result.stdout)["evaluated_step_s"] == judged
     assert all(event["dur"] >= 0 for event in trace["traceEvents"] if event["ph"] == "X")
     blocking = CliRunner().invoke(main, ["simulate", *files, "-o", str(out), "--sends", "blocking"])
-    assert "`hwaware evaluate` predicts" in blocking.output
-    assert "share links, and that stages wait for them." in blocking.output
+    assert "`hwaware evaluate` predicts" in blocking.stderr
+    assert "share links, and that stages wait for them." in blocking.stderr
     missing = CliRunner().invoke(main, ["simulate", *files[:2], str(tmp_path / "no.json"), "-o", str(out)])
     assert missing.exit_code == 2
 

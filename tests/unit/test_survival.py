@@ -607,6 +607,7 @@ def test_copies_that_do_not_arrive_are_given_up(calls, age_s, stays, caplog):
 
 
 def test_a_point_is_committed_though_copies_of_an_older_one_are_lost(monkeypatch):
+    pytest.importorskip("ray")
     monkeypatch.setattr("ray.get", lambda calls: calls)
     kept = []
     vaults = SimpleNamespace(
@@ -642,6 +643,7 @@ def test_copies_that_find_no_memory_are_the_workers_failure(monkeypatch):
 
 
 def test_a_vault_that_stays_silent_is_ended(monkeypatch):
+    pytest.importorskip("ray")
     ended = []
     monkeypatch.setattr("ray.wait", lambda references, timeout: ([], references))
     monkeypatch.setattr(vaults, "on_host", lambda *arguments: ended.append(arguments))
@@ -768,6 +770,7 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
 
 def asked_to_drain(monkeypatch, *seen):
     """Ask trainings to leave a host, where the vaults of each look are those given; none answers."""
+    pytest.importorskip("ray")
     looks, vault = list(seen), SimpleNamespace(drain=SimpleNamespace(remote=lambda what: object()))
     monkeypatch.setattr(asking, "_vaults", lambda: {token: [vault] for token in looks.pop(0)})
     monkeypatch.setattr(asking, "_ASK_AGAIN_S", 0.0)
@@ -781,6 +784,7 @@ def test_a_training_that_ends_before_it_answers_has_left_the_host(monkeypatch):
 
 
 def test_only_who_waits_for_a_move_reads_about_it(monkeypatch):
+    pytest.importorskip("ray")
     monkeypatch.setattr(asking, "_ASK_AGAIN_S", 0.0)
     answers = [None, *[Drained(True, True, "The training no longer uses h1.", "It goes on.")] * 2]
     vault = SimpleNamespace(drain=SimpleNamespace(remote=lambda what: answers.pop(0)))

@@ -44,6 +44,7 @@ class Function:
 @pytest.fixture
 def program(monkeypatch):
     """Calls of a program with one mesh, and what makes arrays there."""
+    pytest.importorskip("jax")
     monkeypatch.setattr(calls_module, "is_distributed", lambda value: isinstance(value, Array))
     monkeypatch.setattr(calls_module, "one", lambda array: array)
     monkeypatch.setattr(calls_module, "is_deleted", lambda array: array.remote_ref.is_deleted_on_workers)

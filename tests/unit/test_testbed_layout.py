@@ -207,6 +207,7 @@ def test_an_interrupt_while_it_is_taken_down_does_not_leave_it(monkeypatch, erro
 
 
 def test_a_process_with_threads_gets_a_testbed_it_can_enter(monkeypatch):
+    pytest.importorskip("ray")
     monkeypatch.setattr(kinds, "_works", lambda kind: kind != "root")
     monkeypatch.setattr(kinds.namespaces, "has_one_thread", lambda: True)
     assert (kinds.best_kind("auto"), kinds.best_kind("auto", to_enter=True)) == ("user", "user")
@@ -438,6 +439,7 @@ def test_shares_that_the_machine_does_not_have_are_told(monkeypatch):
 @pytest.mark.parametrize("ray_has_options", [False, True])
 def test_hosts_name_their_sockets_whether_or_not_ray_start_lets_them(monkeypatch, tmp_path, ray_has_options):
     """Nodes of one machine that start at once would otherwise choose the same socket. One was left by a lost node."""
+    pytest.importorskip("ray")
     from ray._private import parameter, services
     from ray.scripts import scripts
 

@@ -14,7 +14,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import msgspec
 
 from hwaware.errors import ScenarioError
-from hwaware.records import PathLike, Record, read_bytes, require, require_finite
+from hwaware.records import PathLike, Record, converted, read_bytes, require, require_finite
 
 SHIPPED = Path(__file__).parent.parent / "scenarios"
 MAX_HOSTS = 64
@@ -204,7 +204,7 @@ def scenario_from_toml(data: bytes, name: str, where: str) -> Scenario:
         ) from error
     document.setdefault("name", name)
     try:
-        return msgspec.convert(document, Scenario)
+        return converted(document, Scenario)
     except msgspec.ValidationError as error:
         raise ScenarioError(f"{where} is not a valid scenario: {error}.", _FIX) from error
 
