@@ -101,3 +101,34 @@ def test_a_wheel_can_be_made_of_the_sdist(sdist, tmp_path):
     (made,) = tmp_path.glob("*.whl")
     names = {name.split("/")[0] for name in zipfile.ZipFile(made).namelist()}
     assert {name for name in names if not name.endswith(".dist-info")} == {"hwaware"}
+
+
+# Runs without what only extras of setup.py bring.
+BARE = """
+import sys
+
+EXTRAS = "alpa cryptography flax jax jaxlib matplotlib ml_dtypes msgpack optax pyroute2 ray".split()
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in EXTRAS:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+import pytest
+sys.exit(pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+def test_the_unit_tests_can_be_read_without_extras():
+    """`make package-matrix` runs all of them so, on six Pythons."""
+    done = subprocess.run(
+        [sys.executable, "-c", BARE, "--collect-only", "tests/unit"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert "error" not in done.stdout.splitlines()[-1]
