@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import statistics
 from concurrent.futures import Future
 from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
@@ -18,6 +19,7 @@ from hwaware.history import EventKind, HistoryEvent
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
+LOG = logging.getLogger("hwaware")
 # Steps whose median is the step of now.
 JUDGED_STEPS = 10
 # Steps since a change from which its factors are known well enough to search with them.
@@ -186,7 +188,11 @@ class Follower:
         self._is_told = self._is_decided = False
         if self._searching is not None:
             self._searching.cancel()  # one that has not begun would only hold up the new one
-        self._searching = self._search(*self.drift.applied(self._workload, self._profile))
+        try:
+            self._searching = self._search(*self.drift.applied(self._workload, self._profile))
+        except Exception as error:  # noqa: BLE001, told as an error of the search itself
+            self._searching = Future()
+            self._searching.set_exception(error)
 
     def _noticed(self, changes: List[Change]) -> List[HistoryEvent]:
         if changes:
@@ -226,6 +232,9 @@ class Follower:
             cost_s = switch_cost_s(self.plan, plan, *now, compile_s=0.0, fixed_s=self.switch_s, start_s=self.start_s)
         except HwawareError as error:
             return [self._event("decided", f"stays: {error.what}")]
+        except Exception as error:  # the training goes on, whatever it is
+            LOG.warning("The search for another placement failed. To fix: report this error.", exc_info=True)
+            return [self._event("decided", f"stays: the search failed ({type(error).__name__}: {error})")]
         self._other = _Other(plan, kept_s, best_s, cost_s)
         return []
 

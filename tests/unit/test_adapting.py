@@ -295,6 +295,23 @@ def test_a_link_of_a_byte_per_second_makes_no_move_and_ends_no_training():
     assert decided.numbers["cost_s"] > 1e9
 
 
+@pytest.mark.parametrize("when", ["at once", "later"])
+def test_a_search_that_fails_ends_no_training(placed, caplog, when):
+    def search(model, profile):
+        if when == "at once":
+            raise ZeroDivisionError("1 / 0")
+        found = Future()
+        found.set_exception(ZeroDivisionError("1 / 0"))
+        return found
+
+    follower = Follower(placed, MODEL, PROFILE, search, switch_s=1e-3)
+    steps_of(follower, 40, {}, 1.0)
+    events = steps_of(follower, 40, {placed.stages[0].devices[0]: 3.0}, 3.0)
+    assert events[-1].what == "stays: the search failed (ZeroDivisionError: 1 / 0)"
+    assert follower.wanted is None
+    assert [record.exc_info[0] for record in caplog.records] == [ZeroDivisionError]  # with its place in the code
+
+
 def test_a_follower_notices_decides_and_judges_its_move(placed):
     follower, slow = following(placed), {placed.stages[0].devices[0]: 3.0}
     assert steps_of(follower, 40, {}, 1.0) == []
