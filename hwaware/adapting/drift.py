@@ -6,7 +6,7 @@ from typing import Dict, Mapping, Tuple
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Link
+from hwaware.cluster import ClusterProfile, Link, measured_kind
 from hwaware.costs.measured_groups import with_links
 from hwaware.costs.own_times import with_own_kinds
 from hwaware.costs.speed import at_speed, slower_link
@@ -53,7 +53,7 @@ class Drift(Record, frozen=True, kw_only=True, omit_defaults=True):
         """
         workload, profile = with_own_kinds(workload, profile)
         kinds = {
-            device.id: f"{device.kind} as {device.id}"
+            device.id: f"{measured_kind(device.kind)} as {device.id}"
             for device in profile.devices
             if self.devices.get(device.id, 1.0) != 1.0
         }

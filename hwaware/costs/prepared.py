@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 from msgspec.structs import replace
 
-from hwaware.cluster import ClusterProfile, Device, Link
+from hwaware.cluster import ClusterProfile, Device, Link, measured_kind
 from hwaware.costs.cards import Cards
 from hwaware.costs.compute import is_split, joint_deviation_s, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray, IntArray
@@ -80,7 +80,7 @@ class PreparedCosts:
         measured: Optional[MeasuredGroups] = None,
         kinds: Optional[Mapping[str, str]] = None,
     ) -> None:
-        self.kinds = {device.id: device.kind for device in profile.devices} if kinds is None else kinds
+        self.kinds = {device.id: measured_kind(device.kind) for device in profile.devices} if kinds is None else kinds
         # Before devices get kinds of their own: those tell layer times apart, and not networks.
         self.measured_groups = MeasuredGroups(profile, workload.dtype) if measured is None else measured
         self.workload, self.profile = workload, profile = with_own_kinds(workload, profile)

@@ -18,7 +18,7 @@ from hwaware.adapting.loads import KINDS, Change
 from hwaware.adapting.pace import Pace, StepTimes, Watched
 from hwaware.adapting.playing import observed
 from hwaware.cli import main
-from hwaware.cluster import LinkTable
+from hwaware.cluster import ClusterProfile, LinkTable, measured_kind
 from hwaware.costs import evaluate
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.runtime.recorder import Recording
@@ -85,6 +85,23 @@ def test_a_drift_slows_its_devices_and_its_direction_of_a_link():
     alone = hwaware.plan(MODEL, one_way, num_microbatches=4, exclude=["b"])
     now, then = (evaluate(alone, *one).stages[0].compute_s for one in ((slower, there), (MODEL, one_way)))
     assert now == pytest.approx(3 * then)
+
+
+def test_a_slower_device_keeps_its_kind_over_many_trainings():
+    model, profile, drift = MODEL, PROFILE, Drift(devices={"a:0": 1.5})
+    for _ in range(3):
+        model, profile = drift.applied(model, profile)  # as `last_profile` gives it to the next training
+    kind = profile.device("a:0").kind
+    assert (kind, measured_kind(kind)) == ("cpu as a:0", "cpu")
+
+
+def test_a_slower_device_may_share_a_stage_with_others_of_its_hardware():
+    profile = ClusterProfile.uniform(hosts=2, devices_per_host=4, flops_per_s=1e10, bandwidth_bytes_per_s=1e8)
+    model = hwaware.Workload.uniform(layers=3, parameter_bytes=1e6, output_bytes=1e7)
+    placed = hwaware.plan(model, profile, num_microbatches=8)
+    assert any({"h0:0", "h0:1"} <= set(stage.devices) for stage in placed.stages)
+    now = Drift(devices={"h0:1": 1.2}).applied(model, profile)
+    assert hwaware.plan(*now, num_microbatches=8).predicted_step_s <= evaluate(placed, *now).step_s
 
 
 @pytest.mark.parametrize(
