@@ -8,6 +8,7 @@ cannot lock two workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import queue
 import threading
@@ -299,15 +300,7 @@ class Transfers:
         if self._abandoned:
             return
         known = {address for _, addresses in self._groups.values() for address in addresses}
-        # All at once: a member that hangs takes the whole limit.
-        tellers = [
-            threading.Thread(target=self._tell_one, args=(address, sentence), name="hwaware-failure", daemon=True)
-            for address in known
-        ]
-        for teller in tellers:
-            teller.start()
-        for teller in tellers:
-            teller.join(2 * _FAILURE_LIMIT_S)
+        _at_once([functools.partial(self._tell_one, address, sentence) for address in known], 2 * _FAILURE_LIMIT_S)
 
     def _tell_one(self, address: Address, sentence: str) -> None:
         with contextlib.suppress(MeasurementError):  # a member that cannot be reached has failed too
@@ -329,11 +322,9 @@ class Transfers:
             self._wire.close()
 
     def close(self) -> None:
-        """Flush and close every connection."""
-        for peer in self._peers.values():
-            peer.close()
-        for connection in self._asking.values():
-            connection.close()
+        """Flush and close every connection; wait at most a minute for all of these together."""
+        peers, asking = self._peers.values(), self._asking.values()
+        _at_once([*(peer.close for peer in peers), *(connection.close for connection in asking)], _FLUSH_LIMIT_S)
         self.close_mailbox()
 
     def _peer(self, address: Address) -> Peer:
@@ -351,6 +342,16 @@ class Transfers:
 
     def _wait_for(self, key: str) -> None:
         self._mailbox.take(key, self._settings.receive_limit_s)
+
+
+def _at_once(calls: Sequence[Callable[[], None]], limit_s: float) -> None:
+    """Make calls beside each other, and wait for all together: a peer that hangs takes the whole limit."""
+    end_s = time.monotonic() + limit_s
+    threads = [threading.Thread(target=call, name="hwaware-end", daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
 
 
 def numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:

@@ -92,3 +92,16 @@ def test_nobody_waits_for_what_comes_after_the_end_of_the_sender():
 def test_a_message_that_never_comes_is_named(pair):
     with pytest.raises(MeasurementError, match=r"g\|0\.0>1\.0#1.*did not arrive within 3 s"):
         pair[1].receive("g", (0, 0), 0)
+
+
+def test_peers_that_hang_at_the_end_are_waited_for_together(pair):
+    both, closed = threading.Barrier(2), []
+
+    class Hanging:
+        def close(self):
+            both.wait(5)  # raises if nobody else comes
+            closed.append(self)
+
+    pair[0]._peers = {"one": Hanging(), "other": Hanging()}
+    pair[0].close()
+    assert len(closed) == 2
