@@ -462,6 +462,8 @@ def _settings(on_gpu: bool, address: str) -> Dict[str, str]:
                 answer = fcntl.ioctl(probe, _ADDRESS_OF_INTERFACE, struct.pack("256s", name.encode()))
                 if socket.inet_ntoa(answer[20:24]) == address:
                     found["NET_DEVICES"] = name
+    if not (on_gpu or "NET_DEVICES" in found or "UCX_NET_DEVICES" in os.environ):
+        raise OSError(f"no network interface has {address} as its IPv4 address")  # UCX would listen on all of these
     return found
 
 

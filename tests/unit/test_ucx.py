@@ -328,6 +328,15 @@ def test_an_absent_package_is_named_where_it_is_asked_for(monkeypatch):
         ucx._library.cache_clear()
 
 
+@needs_ucx
+def test_an_address_that_ucx_cannot_keep_to_is_refused(monkeypatch):
+    """By default, it would listen on every address of this host."""
+    with pytest.raises(UnusableInputError, match="no network interface has fd00::1 as its IPv4 address"):
+        ucx.wire_for("ucx", CREDENTIALS, [CPU], "fd00::1")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    ucx.wire_for("ucx", CREDENTIALS, [CPU], "fd00::1").close()
+
+
 def test_the_environment_chooses_and_a_block_overrides_it(monkeypatch):
     assert current().transfers == "auto"
     monkeypatch.setenv("HWAWARE_TRANSFERS", "ucx")
