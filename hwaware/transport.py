@@ -466,7 +466,7 @@ class Connection:
     Args:
         address: Host and port of the mailbox.
         credentials: The mailbox must prove that it has the same.
-        timeout_s: Limit for connecting, and for the peer to make room for more data.
+        timeout_s: Limit for connecting and greeting, and for the peer to make room for more data.
         name: Name of this end in the peer's errors.
         room_s: Limit for the peer to make room, if it differs from `timeout_s`.
         wire: End of `hwaware.ucx` for long payloads, if the mailbox has one too.
@@ -486,6 +486,7 @@ class Connection:
     ) -> None:
         self._address = address
         self._lock = threading.Lock()
+        self._ending = threading.Lock()  # `break_off` cannot wait for a message that hangs, whose thread has the other
         self._rate = _UNLIMITED
         self._lost: Optional[str] = None
         self._socket, self._seal = _connected(address, credentials, name, timeout_s)
@@ -592,13 +593,15 @@ class Connection:
 
     def break_off(self) -> None:
         """End the connection in the middle of a message, from any thread; what is being sent fails."""
-        _hang_up(self._socket)
+        with self._ending:
+            _hang_up(self._socket)
 
     def close(self) -> None:
         """Announce the end and close the connection; sent messages still arrive."""
         with contextlib.suppress(MeasurementError):  # a peer that has gone needs no farewell
             self.send(_BYE_KEY, b"")
-        self._socket.close()
+        with self._lock, self._ending:  # the system gives the number of a closed socket to the next one
+            self._socket.close()
         if self._endpoint is not None:
             self._wire.disconnect(self._endpoint)
 
@@ -631,10 +634,13 @@ def _connected(
 ) -> Tuple[socket.socket, Optional[Seal]]:
     """Connect and greet; come again where the mailbox hung up, as one that strangers besiege may do."""
     end_s = time.monotonic() + timeout_s
+
+    def left_s() -> float:
+        return max(0.001, end_s - time.monotonic())
+
     for pause_s in (*_AGAIN_S, None):
-        left_s = max(0.001, end_s - time.monotonic())
         try:
-            connection = socket.create_connection(address, timeout=left_s)
+            connection = socket.create_connection(address, timeout=left_s())
         except OSError as error:
             raise MeasurementError(
                 f"No worker answers at {address[0]}:{address[1]}: {error}.",
@@ -646,8 +652,8 @@ def _connected(
             _keep_asking(connection)
             if credentials.encryption is not None:
                 connection = wrapped = credentials.encryption.wrapped(connection, False)
-                _shake_hands(wrapped, left_s)
-            return connection, greeting.introduce(connection, credentials, address, name, left_s)
+                _shake_hands(wrapped, left_s())
+            return connection, greeting.introduce(connection, credentials, address, name, left_s())
         except OSError as error:
             connection.close()
             if not isinstance(error, ConnectionError) or pause_s is None or time.monotonic() + pause_s > end_s:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -167,6 +168,25 @@ def test_nobody_at_the_address():
         Connection(("127.0.0.1", port), CREDENTIALS, timeout_s=1)
 
 
+def test_connecting_and_greeting_share_one_limit(mailbox, monkeypatch):
+    connect, introduce, clock, left = socket.create_connection, greeting.introduce, [1000.0], []
+
+    def slowly(*arguments, **options):
+        clock[0] += 7.0
+        return connect(*arguments, **options)
+
+    def introduced(connection, credentials, address, name, limit_s):
+        left.append(limit_s)
+        monkeypatch.undo()
+        return introduce(connection, credentials, address, name, limit_s)
+
+    monkeypatch.setattr(socket, "create_connection", slowly)
+    monkeypatch.setattr(greeting, "introduce", introduced)
+    monkeypatch.setattr(transport, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    Connection(("127.0.0.1", mailbox.port), CREDENTIALS, timeout_s=LIMIT_S).close()
+    assert left == [LIMIT_S - 7.0]
+
+
 @contextlib.contextmanager
 def listener():
     """A listener that greets as a mailbox, and then does what the test says."""
@@ -230,6 +250,24 @@ def test_the_limit_is_on_each_wait_not_on_the_whole_message():
         received = reading.result(LIMIT_S)
     assert elapsed > 2.0, "too fast to show anything"
     assert received > 64 << 20
+
+
+@pytest.mark.parametrize("call", ["is_lost", "break_off"])
+def test_no_other_thread_uses_a_socket_while_it_closes(mailbox, connection, call):
+    """The system gives the number of a closed socket to the next one."""
+    used = []
+
+    class Closing(socket.socket):
+        def close(self):
+            thread = threading.Thread(target=getattr(connection, call), daemon=True)
+            thread.start()
+            thread.join(0.2)
+            used.append(not thread.is_alive())
+            super().close()
+
+    connection._socket = Closing(fileno=connection._socket.detach())
+    connection.close()
+    assert used == [False]
 
 
 def test_closing_twice_is_harmless():
