@@ -39,6 +39,7 @@ class SurvivingWorker(HostWorker):
         from hwaware.compat.client import keep_loaded
 
         keep_loaded()  # after a recovery, this process compiles only what is new to it
+        self._sending = Sender(self._where)
         threading.Thread(target=self._send_copies, name="hwaware-copies", daemon=True).start()
 
     # Recovery
@@ -60,6 +61,7 @@ class SurvivingWorker(HostWorker):
         """
         self._transfers.abandon("the program starts over")
         self._transfers.close_mailbox()
+        self._sending.break_off()  # it may wait for a host that is lost
         self.buffers = self._resident
         self._former = dict(self.buffers) if keep else {}
         self.executables.clear()
@@ -161,7 +163,6 @@ class SurvivingWorker(HostWorker):
                     break
 
     def _send_copies(self) -> None:
-        sending = Sender(self._where)
         while True:
             copying = self._orders.get()
             try:
@@ -169,12 +170,12 @@ class SurvivingWorker(HostWorker):
                 self._copy_s, order = copying.held_up_s, copying.order
                 start_s = time.thread_time()  # what it takes from the device's share; waiting takes nothing
                 for vault, batch in copying.batches.items():
-                    self._send_to(sending, order, vault, batch)
+                    self._send_to(order, vault, batch)
                 self._sent_s = time.thread_time() - start_s
             except Exception as error:  # noqa: BLE001, such as too little memory: every later call raises it
                 self._keep_failure(error)
 
-    def _send_to(self, sending: Sender, order: Order, vault: int, batch: Batch) -> None:
+    def _send_to(self, order: Order, vault: int, batch: Batch) -> None:
         """Give a vault its copies."""
         forwards = _forwards(order, [item for item, _, _, _ in batch.copies])
         if batch.handed is None:
@@ -186,7 +187,7 @@ class SurvivingWorker(HostWorker):
         credentials = Credentials(order.secret, PURPOSE, order.digests)
         # The driver notices a lost vault by itself, and orders the next copies elsewhere.
         with contextlib.suppress(MeasurementError):
-            sending.send(order.vaults[vault], credentials, told)
+            self._sending.send(order.vaults[vault], credentials, told)
 
 
 def _forwards(order: Order, items: Sequence[Item]) -> Tuple[Forward, ...]:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy
 import pytest
@@ -31,6 +32,7 @@ from hwaware.survival.sending import (
     PURPOSE,
     Forward,
     Mark,
+    Sender,
     encoded,
     forwarder,
     mark_key,
@@ -208,6 +210,26 @@ def test_a_vault_waits_for_no_lost_vault_once_an_epoch_has_begun(vault):
         one.begin(1, ())
     send(vault, 1, 2, small, forwards=(Forward(other.mailbox_address(), (0,)),))
     wait_for(lambda: other.marks() == {(2, forwarder("0.0"))})
+    silent.close()
+
+
+def test_a_worker_that_starts_over_waits_for_no_lost_vault(monkeypatch):
+    silent = Mailbox("127.0.0.1", Credentials(SECRET, PURPOSE, False), bound=0)  # takes nothing, and stays open
+    worker, failed = SurvivingWorker.__new__(SurvivingWorker), threading.Event()
+    worker._sending, worker._resident, worker._transfers = Sender("a worker"), {}, MagicMock()
+    worker.executables, worker._send_tasks, worker._receive_tasks, worker._runs = {}, {}, {}, {}
+    monkeypatch.setattr(worker, "_open", lambda *arguments: None)
+
+    def send():
+        address, credentials = ("127.0.0.1", silent.port), Credentials(SECRET, PURPOSE, False)
+        with pytest.raises(MeasurementError, match="could not be sent"):
+            worker._sending.send(address, credentials, [("0|0|0|a", numpy.zeros(1 << 23))])
+        failed.set()
+
+    threading.Thread(target=send, daemon=True).start()
+    wait_for(lambda: silent._senders)
+    worker.start_over(None, SECRET, None)
+    assert failed.wait(10)
     silent.close()
 
 
