@@ -170,13 +170,14 @@ def _ask(
         )
         for name in _working(hosts, resting)
     }
-    limit_s = min(_LIMIT_S, max(0.0, end_s - time.monotonic()) + _GRACE_S)
+    begin_s = time.monotonic()
+    limit_s = min(_LIMIT_S, max(0.0, end_s - begin_s) + _GRACE_S)
     if answers and end_s < math.inf:  # one limit for all together
         late = ray.wait([*answers.values()], num_returns=len(answers), timeout=limit_s)[1]
         answers = {name: answer for name, answer in answers.items() if answer not in late}
     for name, answer in answers.items():
         try:
-            results[name] = ray.get(answer, timeout=limit_s)
+            results[name] = ray.get(answer, timeout=max(_GRACE_S, begin_s + limit_s - time.monotonic()))
         except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
             lines = str(error).strip().splitlines() or [type(error).__name__]
             # An error in the timer ends with its own message; other errors begin with theirs.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from builders import cluster, device, links, plan, timed, with_devices, workload
 
 import hwaware
+from hwaware.calibration import timers
 from hwaware.calibration.agreeing import Errors, agreed, errors_of
 from hwaware.calibration.cache import KeptLayer
 from hwaware.calibration.filling import filled, seconds_per_flop
@@ -18,6 +21,7 @@ from hwaware.calibration.programs import LayerSource
 from hwaware.calibration.timing import Timing
 from hwaware.costs import evaluate
 from hwaware.costs.own_times import with_device_times, with_own_kinds
+from hwaware.errors import MeasurementError
 from hwaware.workload import MeasuredTime
 
 
@@ -238,3 +242,24 @@ def test_a_layer_without_a_backward_pass_keeps_none():
     both = agreed(found, dict.fromkeys(found, Errors(0.1, 0.1)), devices, "float32")
     assert [known["frozen"]["1,1"].backward_s for known in both.values()] == [0.0, 0.0]
     assert both["b:0"]["frozen"]["1,1"].forward_s < 3
+
+
+def test_devices_that_answer_late_one_after_the_other_share_one_limit(monkeypatch):
+    class TooSlow(Exception):
+        pass
+
+    clock = [1000.0]
+
+    def get(answer, timeout):
+        clock[0] += min(timeout, 500.0)
+        if timeout < 500.0:
+            raise TooSlow("no answer")
+        return answer
+
+    errors = SimpleNamespace(RayError=TooSlow, RayTaskError=KeyError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, put=lambda one: one, exceptions=errors))
+    monkeypatch.setattr(timers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    started = {f"h{k}:0": SimpleNamespace(start=SimpleNamespace(remote=list)) for k in range(9)}
+    with pytest.raises(MeasurementError, match="not timed on device 'h1:0' within 600 s"):
+        timers._ask(started, dict(zip(started, started)), math.inf, "start")
+    assert clock[0] == 1600.0
