@@ -218,7 +218,10 @@ def _device(index: int, entry: Any) -> DeclaredDevice:
         raise UnusableInputError(f"memory_bytes of {where} is {memory_bytes!r}, expected a positive number.", _FIX)
     groups = {key: _text(entry, key, where) for key in _GROUPS if entry.get(key) is not None}
     ports = _ports(entry["ports"], where) if "ports" in entry else ANY_PORT
-    return DeclaredDevice(_text(entry, "id", where), _text(entry, "kind", where), memory_bytes, ports=ports, **groups)
+    name = _text(entry, "id", where)
+    if "+" in name:  # joins names, as in --only
+        raise UnusableInputError(f"id of {where} is {name!r}, expected a name without +.", _FIX)
+    return DeclaredDevice(name, _text(entry, "kind", where), memory_bytes, ports=ports, **groups)
 
 
 def _ports(value: Any, where: str) -> Sequence[int]:

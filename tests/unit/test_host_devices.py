@@ -68,6 +68,13 @@ def test_ports_that_are_none(monkeypatch, ports):
         host_devices.declared()
 
 
+def test_an_id_with_the_sign_between_two_names_is_refused(monkeypatch):
+    """`--only a+b` names links, and trainings that adapt name several devices so."""
+    monkeypatch.setenv("HWAWARE_DEVICES", '[{"id": "a+b", "kind": "cpu", "memory_bytes": 5}]')
+    with pytest.raises(UnusableInputError, match=r"id of entry 0 of HWAWARE_DEVICES is 'a\+b', expected a name"):
+        host_devices.declared()
+
+
 def test_join_writes_this_process(groups):
     host_devices.join(1)
     assert (groups / "d1").read_text() == str(os.getpid())
