@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import warnings
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Set, Tuple, Type
 
 from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, WorkerFailedError
 
@@ -62,7 +62,8 @@ class Node(NamedTuple):
 def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
     """Connect to the Ray cluster at `address` while the context is open.
 
-    A process that is already connected keeps its connection, also afterwards.
+    A process that is already connected keeps its connection, also afterwards. If it is to another cluster, a warning
+    names both.
 
     Args:
         address: HOST:PORT of the cluster's head. With "auto", Ray looks itself: at RAY_ADDRESS, else for a cluster on
@@ -74,6 +75,7 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
     """
     ray = _import_ray()
     if ray.is_initialized():
+        _warn_of_another(address)
         yield
         return
     host_port = _address(ray, address)
@@ -83,6 +85,27 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
         yield
     finally:
         leave()
+
+
+def _warn_of_another(address: str) -> None:
+    """Warn if this process is connected to another cluster than the one at `address`."""
+    if address == "auto":
+        return
+    (host, port), (own_host, own_port) = split_address(address), head_address()
+    if port != own_port or _numbers_of(host).isdisjoint(_numbers_of(own_host)):
+        _LOG.warning(
+            f"This process is connected to the Ray cluster at {own_host}:{own_port}, so hwaware uses this one, not "
+            f"{address}. To use the other one: call ray.shutdown() before."
+        )
+
+
+def _numbers_of(host: str) -> Set[str]:
+    """Return the addresses of a name or address; those of this machine are alike."""
+    try:
+        found = {str(each[4][0]) for each in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        found = {host}
+    return {"" if own_address(one) else one for one in found}
 
 
 def leave() -> None:

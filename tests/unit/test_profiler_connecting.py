@@ -53,6 +53,29 @@ def test_auto_names_its_choice_among_several_clusters(running, warnings, monkeyp
         assert "HOST:PORT" in message
 
 
+@pytest.mark.parametrize(("asked", "is_another"), [
+    ("auto", False), ("192.0.2.1:6379", False), ("192.0.2.2:6379", True), ("192.0.2.1:6380", True),
+])  # fmt: skip
+def test_who_asks_for_another_cluster_than_the_connected_one_is_warned(asked, is_another, monkeypatch, caplog):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster, "head_address", lambda: ("192.0.2.1", 6379))
+    with ray_cluster.connect(asked):
+        pass
+    assert len(caplog.messages) == is_another
+    for message in caplog.messages:
+        assert f"connected to the Ray cluster at 192.0.2.1:6379, so hwaware uses this one, not {asked}." in message
+
+
+def test_names_and_addresses_of_this_machine_are_one(monkeypatch, caplog):
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_cluster, "head_address", lambda: ("127.0.0.1", 6379))
+    with ray_cluster.connect("localhost:6379"):
+        pass
+    assert not caplog.messages
+
+
 def test_own_addresses_are_known():
     assert own_address("127.0.0.1") == "127.0.0.1"
     assert own_address("192.0.2.1") == ""  # TEST-NET-1: nobody's
