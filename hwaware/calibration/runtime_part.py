@@ -130,7 +130,9 @@ def with_sums(profile: ClusterProfile, start: Start) -> ClusterProfile:
     pair = _fastest_pair(profile)
     if pair is None or not _can_sum(profile):
         return profile
-    nbytes, beside_s = _summed(profile, pair, start)
+    # A resumed profile may have the rates of some devices, which would take this time off once more.
+    bare = tuple(msgspec.structs.replace(device, sum_bytes_per_s=None) for device in profile.devices)
+    nbytes, beside_s = _summed(msgspec.structs.replace(profile, devices=bare), pair, start)
     if beside_s <= 0:
         return profile
     slowness = _slowness(profile)

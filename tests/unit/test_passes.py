@@ -112,6 +112,13 @@ def test_sums_are_measured_without_float32_too():
     assert found == expected
 
 
+def test_sums_measured_again_for_a_new_device_come_out_alike():
+    pytest.importorskip("jax")
+    whole = passes.with_sums(hosts({"ab": 1e8, "ac": 1e8, "bc": 1e8}), lambda *_: Summing())
+    resumed = with_devices(whole, sum_bytes_per_s=lambda d: None if d.id == "b:0" else d.sum_bytes_per_s)
+    assert passes.with_sums(resumed, lambda *_: Summing()) == whole
+
+
 def test_sums_are_left_out_where_the_network_hides_them(monkeypatch):
     pytest.importorskip("jax")
     one = on_one_host(0.1, 0.2)
