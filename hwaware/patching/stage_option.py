@@ -24,6 +24,7 @@ from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
 from hwaware.placement.choices import remaining, require_solver, with_reserve
 from hwaware.plans import Plan, schedule_of
+from hwaware.records import MOST_SECONDS
 from hwaware.workload import Workload
 
 Costs = Literal["auto", "model", "measured"]
@@ -60,9 +61,9 @@ def _limit_s(given: Optional[float]) -> float:
         limit_s = layer_times.LIMIT_S if found in (None, "") else float(found)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         limit_s = math.nan
-    if not 0 < limit_s < math.inf:
+    if not 0 < limit_s <= MOST_SECONDS:  # the cache keeps no longer limit
         raise UnusableInputError(
-            f"The time limit of the calibration is {found!r}, expected a number of seconds above 0.",
+            f"The time limit of the calibration is {found!r}, expected a number of seconds above 0, at most 1e8.",
             f"set calibration_s or {cache.LIMIT_VARIABLE}, for example to {layer_times.LIMIT_S:g}.",
         )
     return limit_s

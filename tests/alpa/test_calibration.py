@@ -216,7 +216,7 @@ def test_axes_that_are_summed_differ_from_axes_that_are_kept():
     assert digest((((1, 0), (0, 1)), ((), ()))) != digest((((1,), (0,)), ((0,), (1,))))
 
 
-@pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "inf"])
+@pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "inf", "1e9"])
 def test_a_limit_that_is_no_time_is_refused(profile, monkeypatch, given):
     from hwaware.errors import UnusableInputError
     from hwaware.patching.stage_option import PlacementSettings
