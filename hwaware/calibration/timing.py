@@ -200,7 +200,7 @@ def asking(timer: ProgramTimer) -> Ask:
 
 
 def readings(ask: Ask, duration_s: float, limit_s: float = math.inf) -> List[List[List[List[float]]]]:
-    """For each timer, what its `turns` found while a fourth of the hosts rested: three readings of all programs."""
+    """Return three readings of all programs by each timer: its `turns` while each fourth of the hosts rested."""
     found = [ask("turns", duration_s, limit_s, resting=first) for first in range(RESTING)]
     return [[reading for reading in of_timer if reading is not None] for of_timer in zip(*found)]
 
@@ -280,7 +280,7 @@ def _timings(found: Sequence[Sequence[Sequence[float]]], programs: int) -> List[
 
 
 def once_s(ask: Ask) -> float:
-    """How long the slowest device takes for all programs, each run once."""
+    """Return how long the slowest device takes for all programs, each run once."""
     return max(math.fsum(runs[0] for runs in of_device) for of_device in ask("turns", 0.0))
 
 
