@@ -109,8 +109,14 @@ class Comparison(Record, frozen=True, kw_only=True):
         return [*said, *self.notes]
 
     def document(self) -> Dict[str, Any]:
-        """Return a JSON-ready document."""
-        rows = [{**row._asdict(), "ratio": row.ratio._asdict()} for row in self.differences]
+        """Return a JSON-ready document, in which a ratio to a time of 0 is None."""
+        rows = [
+            {
+                **row._asdict(),
+                "ratio": {key: end if math.isfinite(end) else None for key, end in row.ratio._asdict().items()},
+            }
+            for row in self.differences
+        ]
         return {**{name: getattr(self, name) for name in self.__struct_fields__}, "differences": rows}
 
 
@@ -160,10 +166,13 @@ def _schema(record: object) -> str:
 
 
 def _results(a: BenchmarkResult, b: BenchmarkResult, files: Tuple[str, str]) -> Comparison:
-    ours, theirs = ({mapping.name: mapping for mapping in result.mappings} for result in (a, b))
+    ours, theirs = ({name: mapping for mapping in result.mappings for name in mapping.names} for result in (a, b))
     kernels = [result.environment.get("reference_kernel") for result in (a, b)]
     relative = kernels[0] == kernels[1] and all(m.reference_s for result in (a, b) for m in result.mappings)
-    rows = [_mapping(name, ours[name], theirs[name], relative) for name in ours if name in theirs]
+    both: Dict[Tuple[str, str], str] = {}
+    for name in (name for name in ours if name in theirs):  # two names of one mapping in both files are one row
+        both.setdefault((ours[name].name, theirs[name].name), name)
+    rows = [_mapping(name, ours[name], theirs[name], relative) for name in both.values()]
     notes = [
         f"{name} differs: {getattr(a, field)!r} and {getattr(b, field)!r}."
         for name, field in (("Scenario", "scenario"), ("Model", "model"), ("Microbatches", "num_microbatches"))

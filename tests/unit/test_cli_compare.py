@@ -76,6 +76,30 @@ def test_mappings_of_one_result_only():
     assert "Scenario differs: 'fast-and-slow' and 'other'." in found.notes
 
 
+def test_a_mapping_that_equals_another_in_one_file_is_compared_by_each_of_its_names():
+    """A benchmark measures equal mappings once, under the first name."""
+    ours, alpa, *others = RESULT.mappings
+    merged = msgspec.structs.replace(ours, also=(alpa.name,))
+    found = compare(RESULT, msgspec.structs.replace(RESULT, mappings=(merged, *others)))
+    assert [row.what for row in found.differences] == [one.name for one in RESULT.mappings]
+    assert found.only_in_a == found.only_in_b == ()
+    assert found.differences[1].b_s == ours.median_step_s
+    both = msgspec.structs.replace(RESULT, mappings=(merged,))
+    assert [row.what for row in compare(both, both).differences] == [ours.name]
+
+
+def test_a_time_that_only_the_second_plan_has_is_valid_json(tmp_path):
+    plan = hwaware.Plan.load(DEMO / "plan.json")
+    for name, seconds in (("a.json", 0.0), ("b.json", 0.1)):
+        stage = msgspec.structs.replace(plan.stages[0], gradient_sync_s=seconds)
+        msgspec.structs.replace(plan, stages=(stage, *plan.stages[1:])).save(tmp_path / name)
+    outcome = CliRunner().invoke(main, ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    rows = {row["what"]: row for row in json.loads(outcome.stdout)["differences"]}
+    assert rows["stage 0 gradient sync"]["verdict"] == "slower"
+    assert rows["stage 0 gradient sync"]["ratio"]["median"] is None
+
+
 def test_profiles_device_by_device_and_link_by_link():
     profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
     host, *others = profile.devices
