@@ -33,6 +33,7 @@ from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.training import TrainingRun
 from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.cluster import ClusterProfile
+from hwaware.costs.own_times import with_own_kinds
 from hwaware.costs.speed import at_speed, medians
 from hwaware.errors import HwawareError
 from hwaware.plans import Plan
@@ -127,8 +128,9 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
     model = hwaware.models.make(case.config)
     sizes = (case.num_layers, case.num_microbatches, case.microbatch_size)
     first = TrainingRun("overlapped", model, profile, *sizes, measure=True)
-    plans = {"hwaware": first.plan, **alpas(first.workload, profile, case.num_microbatches)}
-    with contextlib.closing(first), first.reference(profile) as reference:
+    workload, profile = with_own_kinds(first.workload, profile)
+    plans = {"hwaware": first.plan, **alpas(workload, profile, case.num_microbatches)}
+    with contextlib.closing(first), first.reference(workload, profile) as reference:
         for name in names:
             runs = [first] if name == "hwaware" else []
             with contextlib.ExitStack() as stack:
@@ -138,7 +140,7 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
                     stack.callback(runs[-1].close)
                 for run in runs:
                     run.wait_until_compiled()
-                yield from measured_rows(name, runs, first.workload, profile, reference)
+                yield from measured_rows(name, runs, workload, profile, reference)
 
 
 def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -10,7 +11,9 @@ import pytest
 from builders import chain, cluster, script, workload
 
 import hwaware
+from hwaware.bench.training import TrainingRun
 from hwaware.costs.speed import prediction_at_speed_s
+from hwaware.workload import MeasuredTime
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +68,40 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
     assert (right.n, right.largest) == (2, pytest.approx(0, abs=1e-9))
     assert "overlapped" in right.data_set
     assert wrong.bias == pytest.approx(-0.2)
+
+
+def test_the_layers_beside_the_steps_are_timed_by_each_devices_own_times(scripts, monkeypatch):
+    """As the runs of `hwaware bench` do: two devices of one kind whose layers take unlike times."""
+    steps, _ = scripts
+    times = {name: {"1,1": MeasuredTime(forward_s=s, backward_s=s)} for name, s in (("cpu", 1.0), ("a:1", 3.0))}
+    asked = []
+
+    class Run(TrainingRun):
+        def __init__(self, name, *_, **__):
+            self.name, self.plan = name, chain("a:0", "a:1", num_microbatches=3)
+            self.workload = workload(2, 4, measured=times)
+
+        @contextlib.contextmanager
+        def _reference(self, *given):
+            asked.append(given)
+            yield None
+
+        def reference(self, workload, profile):
+            return self._reference(workload, profile)
+
+        def wait_until_compiled(self):
+            pass
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(steps, "TrainingRun", Run)
+    monkeypatch.setattr(steps, "alpas", lambda *_: {})
+    monkeypatch.setattr(steps, "measured_rows", lambda name, *_: [name])
+    assert list(steps.rows_of_model("mlp", ["hwaware"], profile_of(SECONDS))) == ["hwaware"]
+    [(work, profile)] = asked
+    assert len({device.kind for device in profile.devices}) == 2
+    assert {device.kind for device in profile.devices} <= set(work.layers[0].measured)
 
 
 def test_plans_whose_passes_are_short_are_a_row_of_their_own(scripts, tmp_path, monkeypatch):
