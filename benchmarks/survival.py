@@ -13,10 +13,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+from hwaware.cli._run import cleaning_up_when_terminated
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
 
 
+@cleaning_up_when_terminated()
 def main() -> int:
     """Measure, or kill; print the figures, and keep the measured ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
