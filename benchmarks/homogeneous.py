@@ -61,10 +61,7 @@ def main() -> int:
         origin = environment(kernel_reference(profile.environment))
         for name in MODELS:
             rows.append(against_alpa(name, profile, arguments.steps))
-            print(
-                json.dumps({key: rows[-1][key] for key in ("model", "same_plan", "ratio", "met", "surely_slower")}),
-                flush=True,
-            )
+            print(json.dumps({key: rows[-1][key] for key in SHOWN}), flush=True)
     results = {
         "environment": origin,
         "load_average_after": list(os.getloadavg()),

@@ -7,7 +7,7 @@ From the outside in:
 - `task` holds the model, cluster and effort of a comparison, `mappings` plans what it compares;
 - `groups` trains a few mappings at a time and starts their processes again, `pace` keeps them within a time limit;
 - `harness` lets mappings take turns step by step, `training` runs one of these mappings;
-- `passes` measures what the runtime itself costs;
+- `faults` measures what survival costs, `kills` ends workers at many moments by `mortal`;
 - `statistics`, `summary` and `differences` evaluate results;
 - `demo` shows all of it in a few minutes.
 """
