@@ -145,6 +145,19 @@ def test_killed_half_way(small, stage, traces_of, taken_down):
     wait_until(lambda: not traces.found(), "nothing to be left")
 
 
+def test_a_keeper_that_ends_early_is_noticed_at_once(small, traces_of, taken_down):
+    """Its children live on; `up` does not wait for these."""
+    taken_down.append("test-orphaned")
+    up = hwaware("up", small, "--name", "test-orphaned")
+    wait_until(lambda: load("test-orphaned") is not None and load("test-orphaned").holders, "the hosts")
+    traces = traces_of("test-orphaned")
+    os.kill(traces.state.keeper_pid, signal.SIGKILL)
+    _, errors = up.communicate(timeout=60)
+    assert up.returncode == 1
+    assert "The keeper of testbed test-orphaned ended early." in errors
+    assert traces.found() == {}
+
+
 def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
     taken_down.append("test-interrupted")
     up = hwaware("up", small, "--name", "test-interrupted")

@@ -74,6 +74,7 @@ def fork_holder(state: State, host: str, path: Path) -> Holder:
 
 def _run_child(state: State, host: str, path: Path, read: int, write: int) -> None:
     try:
+        os.close(1)  # `up` reads it until the keeper ends, which this process may outlive
         _make_namespaces(state, host)
         os.write(write, b"ok")
         if os.read(read, 1) == b"g":

@@ -82,7 +82,8 @@ def _build(state: State, path: Path) -> State:
 
 def _keep_cores_awake(groups: CpuGroups) -> None:
     for core in sorted(os.sched_getaffinity(0)):
-        subprocess.Popen([sys.executable, awake.__file__, str(core), groups.awake()])
+        line = [sys.executable, awake.__file__, str(core), groups.awake()]
+        subprocess.Popen(line, stdout=subprocess.DEVNULL)  # as above: `up` reads the keeper's own
 
 
 def _build_network(state: State, path: Path) -> State:
