@@ -73,6 +73,8 @@ def test_a_file_of_ones_own(tmp_path):
         ("shares = { a = nan }\ndefault_mbit = 1", "shares.a is nan"),
         ("shares = { A-b = 0.5 }\ndefault_mbit = 1", "host name 'A-b'"),
         ("shares = { a = 0.5 }\ndefault_mbit = -1", "default_mbit is -1"),
+        ("shares = { a = 0.5 }\ndefault_mbit = 0.001", "default_mbit is 0.001, expected a rate from 0.01 to 1e+06"),
+        ("shares = { a = 0.5 }\ndefault_mbit = inf", "default_mbit is inf"),
         (GOOD + "inside_mbit = 0", "inside_mbit is 0"),
         (GOOD + 'mbit = { "a-c" = 1 }', "names host 'c'"),
         (GOOD + 'mbit = { "a-a" = 1 }', "joins a to itself"),
@@ -86,6 +88,8 @@ def test_a_file_of_ones_own(tmp_path):
         (GOOD + "later = { after_steps = -1, shares = { a = 0.1 } }", "after_steps is -1"),
         (GOOD + "latency_ms = 3", "latency_ms"),
         ("shares = ", "not valid TOML"),
+        ("shares = " + 3000 * "[", "not valid TOML"),
+        (GOOD + 'name = ""', "name is empty"),
     ],
 )
 def test_bad_scenarios_say_what_is_wrong(text, words):

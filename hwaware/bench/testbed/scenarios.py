@@ -14,13 +14,15 @@ from typing import Any, Dict, List, Optional, Tuple
 import msgspec
 
 from hwaware.errors import ScenarioError
-from hwaware.records import PathLike, Record, converted, read_bytes, require, require_finite
+from hwaware.records import PathLike, Record, converted, read_bytes, require, require_name
 
 SHIPPED = Path(__file__).parent.parent / "scenarios"
 MAX_HOSTS = 64
 MAX_DEVICES = 16
 DEFAULT_MEMORY_MIB = 2048
 MIN_SHARE, MAX_SHARE = 0.01, 1.0
+# HTB counts the time of a burst in 32 bits: less than 0.002 Mbit/s would need 33 bits for the 64 KiB of links.py.
+MIN_MBIT, MAX_MBIT = 0.01, 1e6
 _HOST = re.compile(r"[a-z][a-z0-9]{0,11}")  # serves as Ray resource, host name and part of a link's name
 _TAKEN = ("localhost", "memory")  # by the system, and by Ray's resources
 _LINK = re.compile(r"\s*([^\s>-]+)\s*(->|-)\s*([^\s>-]+)\s*")
@@ -64,6 +66,7 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     description: str = ""
 
     def __post_init__(self) -> None:
+        require_name("name", self.name)
         require(0 < len(self.shares) <= MAX_HOSTS, f"shares names {len(self.shares)} hosts, expected 1 to {MAX_HOSTS}")
         for host in self.shares:
             require(
@@ -71,9 +74,9 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             )
             require(host not in _TAKEN, f"host name {host!r} means something else already, expected another")
         self._check_shares("shares", self.shares)
-        require_finite("default_mbit", self.default_mbit, exclusive=True)
+        _check_rate("default_mbit", self.default_mbit)
         if self.inside_mbit is not None:
-            require_finite("inside_mbit", self.inside_mbit, exclusive=True)
+            _check_rate("inside_mbit", self.inside_mbit)
         self._check_counts("devices", self.devices, MAX_DEVICES)
         self._check_counts("memory_mib", self.memory_mib, 1 << 30)
         self._check_links()
@@ -103,7 +106,7 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             self._check_host(f"mbit {link!r}", source)
             self._check_host(f"mbit {link!r}", target)
             require(source != target, f"mbit {link!r} joins {source} to itself; that rate is inside_mbit")
-            require_finite(f"mbit {link!r}", rate, exclusive=True)
+            _check_rate(f"mbit {link!r}", rate)
             ends = (source, target) if arrow == "->" else (min(source, target), max(source, target))
             earlier = seen.setdefault((*ends, arrow), link)
             require(earlier == link, f"mbit names one link twice, as {earlier!r} and {link!r}")
@@ -141,6 +144,10 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             if {first, second} == {source, target} and arrow == "-":
                 both = rate
         return float(both)
+
+
+def _check_rate(where: str, rate: float) -> None:
+    require(MIN_MBIT <= rate <= MAX_MBIT, f"{where} is {rate!r}, expected a rate from {MIN_MBIT:g} to {MAX_MBIT:g}")
 
 
 def parse_link(link: str) -> Tuple[str, str, str]:
@@ -198,7 +205,7 @@ def scenario_from_toml(data: bytes, name: str, where: str) -> Scenario:
     """
     try:
         document = _toml(data)
-    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise ScenarioError(
             f"{where} is not valid TOML: {error}.", "correct the syntax there; docs/laptop.md has an example."
         ) from error
