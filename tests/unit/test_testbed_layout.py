@@ -10,10 +10,12 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -228,6 +230,19 @@ def test_threads_are_counted():
     finally:
         ended.set()
         other.join()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "begin"),
+    [("two racks/../x", "two-racks-..-x-"), ("-" + 60 * "ö", "testbed-"), (99 * "a", 43 * "a" + "-")],
+)
+def test_a_testbed_of_a_scenario_with_any_name_gets_a_name(scenario, begin, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    named = msgspec.structs.replace(load_scenario("two-racks"), name=scenario)
+    made = manager._reserve(named, None, "loopback", ())
+    assert made.name == begin + made.token
+    with pytest.raises(UnusableInputError, match="'' is no name for a testbed"):
+        manager._reserve(named, "", "loopback", ())
 
 
 def test_state_survives_its_file(tmp_path):

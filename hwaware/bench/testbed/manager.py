@@ -260,7 +260,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str, late: Sequence[
     with choosing():
         states = all_states()
         token = layout.free_token({state.token for state in states}, lambda: secrets.token_hex(_TOKEN_BYTES))
-        name = _check_name(name or f"{scenario.name}-{token}", states)
+        name = _check_name(f"{_slug(scenario.name)}-{token}" if name is None else name, states)
         subnet = _choose_subnet(kind, states)
         port = layout.free_ports("0.0.0.0", 1)[0]
         groups = find_cpu_groups(name) if kind == "root" else None
@@ -302,6 +302,11 @@ def _check_name(name: str, states: List[State]) -> str:
     if name in {state.name for state in states}:
         raise UnusableInputError(f"A testbed {name!r} exists already.", f"take it down: `hwaware testbed down {name}`.")
     return name
+
+
+def _slug(name: str) -> str:
+    """Return a scenario's name as the first part of a testbed's name."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).lstrip("-_.")[: 47 - 2 * _TOKEN_BYTES] or "testbed"
 
 
 def _temp_dir(token: str) -> str:
