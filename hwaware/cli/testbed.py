@@ -44,8 +44,7 @@ def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
     from hwaware.bench.testbed.manager import UP_LIMIT_S
 
     chosen = testbed.load_scenario(scenario)
-    say(f"Starting {scenario} ...")
-    with waiting("Waiting for every host to join ...", UP_LIMIT_S):
+    with waiting(f"Starting {chosen.name}: waiting for every host to join ...", UP_LIMIT_S):
         bed = testbed.up(chosen, name=name, kind=kind)
     for note in bed.notes:
         say(note)
@@ -133,6 +132,6 @@ def _print(document: Dict[str, Any]) -> None:
 
 
 def _share(document: Dict[str, Any], device: Dict[str, Any]) -> str:
-    if document["kind"] == "gpu":  # the hosts split it in proportion to their shares
+    if document["kind"].startswith("gpu"):  # the hosts split it in proportion to their shares
         return f"GPU share {device['share']:g}"
-    return f"{device['share']:g} of a core"
+    return f"{device['share']:g} of a core" if document["shaped"]["cpu"] else "speed not limited"

@@ -1,5 +1,6 @@
 """Which testbeds a command is about: by name, by scenario, or all."""
 
+import tempfile
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,13 @@ def test_testbeds_of_a_scenario_are_listed(beds, scenario, tmp_path, monkeypatch
     assert [line.partition(":")[0] for line in names] == ["two-racks-b2", "mine"]
     assert ["Ray does not run there" in line for line in hosts] == [False, True]
     assert all(line.endswith(": export RAY_ADDRESS=10.0.0.1:1 RAY_AUTH_MODE=token") for line in exports)
+
+
+def test_a_name_that_cannot_be_is_refused_before_anything_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    outcome = CliRunner().invoke(main, ["testbed", "up", "two-racks", "--kind", "loopback", "--name", "../x"])
+    assert (outcome.exit_code, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith("Error: '../x' is no name for a testbed.")
 
 
 def test_scenarios_are_listed_also_beside_testbeds(beds, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import stat
 import subprocess
 
+import msgspec
 import pytest
 
 from hwaware.bench.testbed import gpu, kinds, load_scenario, ray_nodes
@@ -111,10 +112,18 @@ def test_the_service_is_a_silent_child_with_own_directories(tmp_path, monkeypatc
     assert capfd.readouterr().out == ""  # the keeper's answer goes there
 
 
-@pytest.mark.parametrize(("kind", "said"), [("gpu", "h0:0 (GPU share 0.8)"), ("root", "h0:0 (0.8 of a core)")])
-def test_the_command_line_says_what_a_share_is_of(kind, said, capsys):
+@pytest.mark.parametrize(
+    ("kind", "mount", "said"),
+    [
+        ("gpu", None, "h0:0 (GPU share 0.8)"),
+        ("gpu-loopback", None, "h0:0 (GPU share 0.8)"),
+        ("root", "/nowhere", "h0:0 (0.8 of a core)"),
+        ("root", None, "h0:0 (speed not limited)"),
+    ],
+)
+def test_the_command_line_says_what_a_share_is_of(kind, mount, said, capsys):
     from hwaware.bench.testbed.manager import Testbed
     from hwaware.cli.testbed import _print
 
-    _print(Testbed(state(kind)).describe())
+    _print(Testbed(msgspec.structs.replace(state(kind), cgroup_mount=mount)).describe())
     assert said in capsys.readouterr().out
