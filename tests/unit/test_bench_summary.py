@@ -78,6 +78,24 @@ def test_a_result_of_an_older_version_still_says_what_it_said():
     assert said["speed_ups"]["alpa"]["outcome"] == "faster"
 
 
+@pytest.mark.parametrize(
+    ("steps", "starts", "word"), [(1, 1, NOT_SIGNIFICANT), (4, 1, NOT_SIGNIFICANT), (5, 1, "faster"), (1, 3, "faster")]
+)
+def test_a_few_steps_show_no_difference(steps, starts, word):
+    """One step has an interval of no width, and its ratio is never exactly 1."""
+
+    def measured(name, factor):
+        times = [factor * (1 + 0.001 * k) for k in range(starts) for _ in range(steps)]
+        numbers = [start + 1 for start in range(starts) for _ in range(steps)]
+        return Mapping(
+            name=name, plan=PLAN, predicted_step_s=1.0, step_s=tuple(times), loss=(3.0, 2.0),
+            starts=tuple(numbers) if starts > 1 else (),
+        )  # fmt: skip
+
+    found = summary(result(measured("hwaware", 1.0), measured("even", 1.1)))
+    assert found["speed_ups"]["even"]["outcome"] == word
+
+
 def test_what_does_not_fit_is_an_outcome_and_no_number():
     out = Unmeasured(name="even", reason="Out of memory: ...", out_of_memory=True, also=("alpa-1",))
     odd = Unmeasured(name="proportional", reason="no link")
