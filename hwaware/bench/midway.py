@@ -62,10 +62,11 @@ def compare_midway(
         found = plan_all(new)
         kept = Candidate(KEPT, first.plan, evaluate(first.plan, new.workload, profile).step_s)
         chosen = with_kept(found.chosen, kept)
-        started = [*([run] if chosen[0] is kept else []), *reusable(new, chosen)]
+        differs = kept in chosen
+        started = [*([run] if differs else []), *reusable(new, chosen)]
         result = make_result(new, scenario, label, found, *measure_groups(new, chosen, started))
     result = msgspec.structs.replace(result, mappings=(before, *result.mappings))
-    return msgspec.structs.replace(result, notes=(*result.notes, _note(later, differs=chosen[0] is kept)))
+    return msgspec.structs.replace(result, notes=(*result.notes, _note(later, differs)))
 
 
 def _ours(chosen: Sequence[Candidate]) -> Optional[Candidate]:
@@ -73,9 +74,12 @@ def _ours(chosen: Sequence[Candidate]) -> Optional[Candidate]:
 
 
 def with_kept(chosen: Sequence[Candidate], kept: Candidate) -> List[Candidate]:
-    """Put the kept mapping first; if a candidate has the same plan, give that one its name instead."""
+    """Put the kept mapping second; if a candidate has the same plan, give that one its name instead.
+
+    The first one is hwaware's new mapping, which every group measures.
+    """
     if all(identity(one.plan) != identity(kept.plan) for one in chosen):
-        return [kept, *chosen]
+        return [*chosen[:1], kept, *chosen[1:]]
     return [
         one._replace(also=(*one.also, kept.name)) if identity(one.plan) == identity(kept.plan) else one
         for one in chosen

@@ -354,7 +354,7 @@ def test_an_interruption_keeps_results_and_closes_the_cluster(benchmark, tmp_pat
 def test_a_kept_mapping_is_measured_beside_new_ones_once():
     first, second, third = every_mapping(workload(), CLUSTER, 4)[:3]
     kept = Candidate("hwaware-kept", first.plan, 1.0)
-    assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
+    assert [one.name for one in with_kept([second, third], kept)] == [second.name, "hwaware-kept", third.name]
     same = with_kept([second, first], kept)
     assert [(one.name, one.also) for one in same] == [(second.name, ()), (first.name, ("hwaware-kept",))]
 
