@@ -275,13 +275,23 @@ def _check_places(places: Sequence[Place], effort: Effort) -> None:
             f"{changing} changes midway, so {BEST_MEASURED} has no single cluster to search.",
             f"leave {BEST_MEASURED} out, or choose scenarios without `later`.",
         )
-    names = [_file_name(_name(each)) for each in places]
+    file_names([_name(each) for each in places])
+
+
+def file_names(scenarios: Sequence[str]) -> List[str]:
+    """Return the part of each scenario's name or address that names its result file.
+
+    Raises:
+        UnusableInputError: Two are the same.
+    """
+    names = [_file_name(name) for name in scenarios]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UnusableInputError(
             f"Two scenarios are called {twice}: the second result would replace the first.",
             "rename one of their files, or write their results into two folders.",
         )
+    return names
 
 
 def _file_name(name: str) -> str:

@@ -15,16 +15,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Sequence
 
 from hwaware.bench import testbed
+from hwaware.bench.testbed.kinds import best_kind
+from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.bench.testbed.state import State, state_path
-from hwaware.errors import MeasurementError
+from hwaware.errors import MeasurementError, UnusableInputError
+from hwaware.formatting import counted
 
 STEPS_A_ROUND, STEPS_AFTER = 4, 16
 NEVER = 1 << 30
 PROFILE = "cluster.json"
 _PROGRAM_LIMIT_S = 3600.0
+
+
+def require_links(scenarios: Sequence[Scenario], kind: str) -> None:
+    """Refuse testbeds without a link to take down, before anything starts.
+
+    Raises:
+        UnusableInputError: A scenario has one host, or the kind of testbed has no links of its own.
+    """
+    works = best_kind(kind)
+    for scenario in scenarios:
+        if len(scenario.hosts()) < 2 or works.endswith("loopback"):
+            raise UnusableInputError(
+                f"{scenario.name} has {counted(len(scenario.hosts()), 'host')}, of kind {works}, expected a link that "
+                "can go down between two hosts.",
+                "choose a scenario with several hosts, and run as root without --kind.",
+            )
 
 
 def on_testbed(scenario: str, rounds: int, kills: int, kind: str = "auto") -> Dict[str, Any]:

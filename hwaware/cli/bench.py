@@ -192,9 +192,12 @@ def _take_only(taken: Set[str]) -> None:
 def _faults(scenarios: Sequence[str], output: Path, kind: str, quick: bool, as_json: bool) -> None:
     """Measure survival on testbeds, one after the other; keep and print the figures."""
     from hwaware.bench import faults, testbed
+    from hwaware.bench.benchmark import file_names
 
     names = list(dict.fromkeys(scenarios or testbed.shipped_names()))
-    paths = [output / f"faults-{testbed.load_scenario(name).name}.json" for name in names]
+    chosen = [testbed.load_scenario(name) for name in names]
+    faults.require_links(chosen, kind)
+    paths = [output / f"faults-{name}.json" for name in file_names([one.name for one in chosen])]
     output.mkdir(parents=True, exist_ok=True)
     for path in paths:
         require_writable(path)

@@ -115,6 +115,7 @@ def test_what_is_shown_when_a_host_slowed_down_midway(recorded):
         (["--report-only"], "holds no results"),
         (["two-racks", "--report-only", "--model", "mlp"], "bench --report-only does not use SCENARIO, --model."),
         (["two-racks", "--faults", "--model", "mlp"], "bench --faults does not use --model."),
+        (["two-racks", "--faults", "--kind", "loopback"], "two-racks has 4 hosts, of kind loopback, expected a link"),
         (["127.0.0.1:1"], "No Ray cluster answers at 127.0.0.1:1"),
     ],
 )
@@ -124,6 +125,27 @@ def test_bad_input_is_refused_before_anything_starts(arguments, message, tmp_pat
     assert message in outcome.output
     assert "To fix:" in outcome.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_results_of_faults_never_replace_each_other(tmp_path, monkeypatch):
+    from hwaware.bench import faults
+
+    monkeypatch.setattr(faults, "require_links", lambda *_: None)
+    monkeypatch.setattr(faults, "on_testbed", lambda name, *_: {"scenario": name})
+    monkeypatch.setattr(faults, "summary", lambda found: "")
+    for folder, name in (("a", "../one"), ("b", "../one"), ("c", "two")):
+        (tmp_path / folder).mkdir()
+        text = f"name = '{name}'\nshares = {{ a = 0.5, b = 0.5 }}\ndefault_mbit = 1"
+        (tmp_path / folder / "mine.toml").write_text(text)
+    files = [str(tmp_path / folder / "mine.toml") for folder in "abc"]
+    output = tmp_path / "out"
+    run = ["bench", "--faults", "-o", str(output)]
+    refused = CliRunner().invoke(main, [*run, *files])
+    assert refused.exit_code == 2
+    assert "Two scenarios are called" in refused.output
+    done = CliRunner().invoke(main, [*run, *files[1:]])
+    assert done.exit_code == 0, done.output
+    assert sorted(path.name for path in output.iterdir()) == ["faults-..-one.json", "faults-two.json"]
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
