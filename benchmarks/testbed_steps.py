@@ -129,7 +129,9 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
     sizes = (case.num_layers, case.num_microbatches, case.microbatch_size)
     first = TrainingRun("overlapped", model, profile, *sizes, measure=True)
     workload, profile = with_own_kinds(first.workload, profile)
-    plans = {"hwaware": first.plan, **alpas(workload, profile, case.num_microbatches)}
+    hosts = [host.name for host in profile.hosts]
+    alpas = alpa_mapping.alpa_plan(workload, profile, case.num_microbatches, hosts)
+    plans = dict(zip(PLANS, (first.plan, alpas)))
     with contextlib.closing(first), first.reference(workload, profile) as reference:
         for name in names:
             runs = [first] if name == "hwaware" else []
@@ -141,16 +143,6 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
                 for run in runs:
                     run.wait_until_compiled()
                 yield from measured_rows(name, runs, workload, profile, reference)
-
-
-def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]:
-    """Alpa's own mapping in some host orders."""
-    orders = alpa_mapping.host_orders([host.name for host in profile.hosts])
-    return {
-        f"alpa-{name}": alpa_mapping.alpa_plan(workload, profile, num_microbatches, order)
-        for name, order in orders.items()
-        if f"alpa-{name}" in PLANS
-    }
 
 
 def measured_rows(

@@ -40,13 +40,6 @@ class OrderedPlan(NamedTuple):
     predicted_step_s: float
 
 
-def host_orders(hosts: Sequence[str]) -> Dict[str, Tuple[str, ...]]:
-    """Return three orders in which Ray might list the hosts: given, reversed, and shuffled by a fixed seed."""
-    shuffled = list(hosts)
-    random.Random(_SHUFFLE_SEED).shuffle(shuffled)
-    return {"given": tuple(hosts), "reversed": tuple(reversed(hosts)), "shuffled": tuple(shuffled)}
-
-
 def alpa_plan(
     workload: Workload,
     profile: ClusterProfile,

@@ -29,7 +29,7 @@ EFFORT = Effort(
     microbatch_size=4,
     repeats=6,
     checked_losses=3,
-    wanted=Wanted(names=(OURS, "alpa"), orders=None),
+    wanted=Wanted(names=(OURS, ALPA)),
 )
 
 

@@ -72,12 +72,11 @@ class Wanted(NamedTuple):
     Attributes:
         names: Names from `KNOWN`.
         orders: How many of Alpa's mappings to measure, picked evenly from the fastest predicted to the slowest.
-            None takes three orders in which Ray might list the hosts: given, reversed, shuffled.
         max_devices_per_stage: Limit for Alpa's search and for hwaware's; None for what the runtime runs.
     """
 
     names: Tuple[str, ...] = USUAL
-    orders: Optional[int] = 3
+    orders: int = 3
     max_devices_per_stage: Optional[int] = None
 
 
@@ -98,8 +97,11 @@ def check_names(names: Sequence[str]) -> Tuple[str, ...]:
 def candidates(workload: Workload, profile: ClusterProfile, num_microbatches: int, wanted: Wanted) -> Candidates:
     """Plan every wanted mapping; equal plans become one candidate with several names."""
     most = _most_devices(profile, wanted.max_devices_per_stage)
-    question = Question(workload, profile, num_microbatches, most)
-    plans = {name: _searched(question, SOLVER_OF[name]) for name in wanted.names if name in SOLVER_OF}
+    plans = {
+        name: _searched(workload, profile, num_microbatches, most, SOLVER_OF[name])
+        for name in wanted.names
+        if name in SOLVER_OF
+    }
     costs = PreparedCosts(workload, profile)
     found = [
         Candidate(name, plan, evaluate(plan, workload, profile, costs).step_s)
@@ -111,7 +113,8 @@ def candidates(workload: Workload, profile: ClusterProfile, num_microbatches: in
     if ALPA in wanted.names:
         try:
             ranked = alpa_mapping.every_order(workload, profile, num_microbatches, most)
-            measured = _measured_orders(question, ranked, wanted.orders)
+            ranks = alpa_mapping.evenly(len(ranked), wanted.orders)
+            measured = {f"{ALPA_PREFIX}{rank + 1}": ranked[rank] for rank in ranks}
             orders = _recorded(ranked, measured)
             found += [Candidate(name, one.plan, one.predicted_step_s, one.hosts) for name, one in measured.items()]
         except PlanError as error:
@@ -120,17 +123,9 @@ def candidates(workload: Workload, profile: ClusterProfile, num_microbatches: in
     return Candidates(_merged(found), tuple(unmeasured), tuple(orders), bound_s)
 
 
-class Question(NamedTuple):
-    """The inputs that all mappings share."""
-
-    workload: Workload
-    profile: ClusterProfile
-    num_microbatches: int
-    most_devices: Optional[int]
-
-
-def _searched(question: Question, solver: str) -> Plan:
-    workload, profile, num_microbatches, most = question
+def _searched(
+    workload: Workload, profile: ClusterProfile, num_microbatches: int, most: Optional[int], solver: str
+) -> Plan:
     found = search(
         workload,
         profile,
@@ -146,21 +141,6 @@ def _most_devices(profile: ClusterProfile, wanted: Optional[int]) -> Optional[in
     """Return the largest number of devices in a stage; 1 for hwaware too where Alpa can use only one."""
     single = alpa_mapping.submesh_shapes(profile, 1 << 10, wanted) == ((1, 1),)
     return 1 if single else wanted
-
-
-def _measured_orders(
-    question: Question, ranked: Sequence[OrderedPlan], orders: Optional[int]
-) -> Dict[str, OrderedPlan]:
-    """Return Alpa's mappings to measure, named by the rank of their prediction or by the host order."""
-    if orders is not None:
-        chosen = alpa_mapping.evenly(len(ranked), orders)
-        return {f"{ALPA_PREFIX}{rank + 1}": ranked[rank] for rank in chosen}
-    workload, profile, num_microbatches, most = question
-    named = {}
-    for name, hosts in alpa_mapping.host_orders([host.name for host in profile.hosts]).items():
-        plan = alpa_mapping.alpa_plan(workload, profile, num_microbatches, hosts, most)
-        named[f"{ALPA_PREFIX}{name}"] = OrderedPlan(hosts, plan, evaluate(plan, workload, profile).step_s)
-    return named
 
 
 def _recorded(ranked: Sequence[OrderedPlan], measured: Dict[str, OrderedPlan]) -> List[HostOrder]:

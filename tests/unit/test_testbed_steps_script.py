@@ -96,7 +96,7 @@ def test_the_layers_beside_the_steps_are_timed_by_each_devices_own_times(scripts
             pass
 
     monkeypatch.setattr(steps, "TrainingRun", Run)
-    monkeypatch.setattr(steps, "alpas", lambda *_: {})
+    monkeypatch.setattr(steps.alpa_mapping, "alpa_plan", lambda *_: None)
     monkeypatch.setattr(steps, "measured_rows", lambda name, *_: [name])
     assert list(steps.rows_of_model("mlp", ["hwaware"], profile_of(SECONDS))) == ["hwaware"]
     [(work, profile)] = asked
