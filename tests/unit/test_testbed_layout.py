@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import ipaddress
+import itertools
 import json
 import os
 import shutil
@@ -98,9 +99,19 @@ def test_addresses_in_the_subnet():
 
 def test_token_is_not_a_taken_one():
     tokens = iter(["aa", "bb", "cc"])
-    assert layout.free_token({"aa", "bb"}, lambda: next(tokens)) == "cc"
+    assert layout.free_token({"aa", "bb"}.__contains__, lambda: next(tokens)) == "cc"
     with pytest.raises(TestbedError, match="100 tries"):
-        layout.free_token({"aa"}, lambda: "aa")
+        layout.free_token({"aa"}.__contains__, lambda: "aa")
+
+
+def test_a_directory_that_is_there_already_is_not_taken(tmp_path, monkeypatch):
+    """It may be another user's testbed; a start that fails removes the directory of its token."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(layout, "MAX_TEMP_DIR_LENGTH", 1000)
+    tokens = itertools.chain(["zz1"], itertools.repeat("zz2"))
+    monkeypatch.setattr(manager.secrets, "token_hex", lambda nbytes: next(tokens))
+    (tmp_path / "hw-zz1").mkdir()
+    assert manager._reserve(load_scenario("two-racks"), None, "loopback", ()).token == "zz2"
 
 
 def test_link_names_fit_the_kernel():

@@ -12,7 +12,7 @@ import random
 import socket
 import struct
 from pathlib import Path
-from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optional, Sequence
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence
 
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
@@ -69,7 +69,7 @@ def cpu_quota(share: float) -> Quota:
     return Quota(max(MIN_QUOTA_US, round(share * period_us)), period_us)
 
 
-def free_token(taken: Collection[str], random_token: Callable[[], str], tries: int = 100) -> str:
+def free_token(is_taken: Callable[[str], bool], random_token: Callable[[], str], tries: int = 100) -> str:
     """Return a token that no other testbed has, for names of links and directories.
 
     Raises:
@@ -77,7 +77,7 @@ def free_token(taken: Collection[str], random_token: Callable[[], str], tries: i
     """
     for _ in range(tries):
         token = random_token()
-        if token not in taken:
+        if not is_taken(token):
             return token
     raise TestbedError(f"No free name for a testbed in {tries} tries.", "take down testbeds that you no longer need.")
 

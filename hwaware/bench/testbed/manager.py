@@ -259,7 +259,11 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str, late: Sequence[
     """Choose names and addresses that no other testbed uses, and write them down before making anything."""
     with choosing():
         states = all_states()
-        token = layout.free_token({state.token for state in states}, lambda: secrets.token_hex(_TOKEN_BYTES))
+        tokens = {state.token for state in states}
+        token = layout.free_token(
+            lambda one: one in tokens or os.path.lexists(_temp_dir(one)),  # another user's, or one left behind
+            lambda: secrets.token_hex(_TOKEN_BYTES),
+        )
         name = _check_name(f"{_slug(scenario.name)}-{token}" if name is None else name, states)
         subnet = _choose_subnet(kind, states)
         port = layout.free_ports("0.0.0.0", 1)[0]
