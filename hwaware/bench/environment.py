@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Iterator
 
+from hwaware._version import __version__
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.reference_kernel import Reference
 
@@ -32,14 +33,14 @@ def running_environment(variables: Dict[str, str]) -> Iterator[None]:
 
 def environment(reference: Reference) -> Dict[str, Any]:
     """Return versions, machine and load for a result, and the reference that was timed beside its steps."""
-    packages = ("hwaware", "alpa", *JAX_PACKAGES, "ray", "numpy")
+    packages = ("alpa", *JAX_PACKAGES, "ray", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "platform": platform.platform(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": {"hwaware": __version__, **{name: metadata.version(name) for name in packages}},
         "load_average": list(os.getloadavg()),
         "reference_kernel": reference.name,
         "profile_reference_s": reference.usual_s,

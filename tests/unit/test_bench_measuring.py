@@ -385,6 +385,24 @@ def test_the_conditions_of_the_machine_are_recorded(benchmark, monkeypatch):
     assert result.notes == ("Not shaped: CPU shares.",)
 
 
+def test_a_result_names_its_versions_also_if_hwaware_is_on_the_path_alone(monkeypatch):
+    """As in benchmarks/gpu.sh: no package of that name is installed."""
+    from importlib import metadata
+
+    from hwaware import __version__
+    from hwaware.bench.environment import environment
+
+    def version(name):
+        if name == "hwaware":
+            raise metadata.PackageNotFoundError(name)
+        return "1.0"
+
+    monkeypatch.setattr(metadata, "version", version)
+    versions = environment(SimpleNamespace(name="kernel", usual_s=0.1))["versions"]
+    assert versions["hwaware"] == __version__
+    assert versions["alpa"] == "1.0"
+
+
 def test_what_ray_reports_fails_one_pair_and_not_the_others(benchmark, capsys):
     exceptions = pytest.importorskip("ray.exceptions")
     made, behave, _, _ = benchmark
