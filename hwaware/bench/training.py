@@ -38,7 +38,6 @@ class TrainingRun:
         num_microbatches: Microbatches per step.
         microbatch_size: Samples per microbatch.
         plan: The mapping; hwaware searches for one if left out.
-        seed: Seed of the initial state.
         schedule: Alpa's name of the pipeline schedule.
         measure: Time the layers on the cluster before hwaware places them.
 
@@ -55,7 +54,6 @@ class TrainingRun:
         num_microbatches: int,
         microbatch_size: int,
         plan: Optional[Plan] = None,
-        seed: int = 0,
         schedule: str = "1f1b",
         measure: bool = False,
     ) -> None:
@@ -83,7 +81,7 @@ class TrainingRun:
             return result
 
         self._step = alpa.parallelize(train_step, method=method)
-        self._state = model.initial_state(seed)
+        self._state = model.initial_state(0)
         try:
             self._executable = self._step.get_executable(self._state, self._model.batch(0, self._batch_size))
         except BaseException:
@@ -225,11 +223,11 @@ class TrainingRun:
             self._mesh.launched_physical_mesh_group = None
 
 
-def single_device_losses(model: Any, batch_size: int, steps: int, seed: int = 0) -> Tuple[float, ...]:
+def single_device_losses(model: Any, batch_size: int, steps: int) -> Tuple[float, ...]:
     """Return the losses of plain JAX on one device, trained on the same whole batches."""
     import jax
 
-    state = model.initial_state(seed)
+    state = model.initial_state(0)
     train_step = jax.jit(model.train_step)
     losses = []
     for step in range(steps):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hwaware.bench import testbed
-from hwaware.bench.testbed import links, processes
+from hwaware.bench.testbed import processes
 from hwaware.bench.testbed.state import State, state_path
 
 # Hosts may have names that the testbed's own files and processes could have.
@@ -63,7 +63,7 @@ class Traces:
         state, trees = self.state, (self.state.cpu_groups(), self.state.memory_groups())
         names = {state.bridge(), *(state.veth(host) for host in state.hosts)}
         found = {
-            "links": sorted(names & set(links.link_names())),
+            "links": sorted(names & set(os.listdir("/sys/class/net"))),
             "processes": sorted(processes.marked(state.mark()) | processes.in_networks(state.networks)),
             "groups": [str(root) for tree in trees if tree is not None for root in tree.roots if root.exists()],
             "files": [p for p in (state.temp_dir, str(state_path(state.name))) if os.path.exists(p)],

@@ -76,12 +76,6 @@ def remove_link(name: str) -> None:
                     raise
 
 
-def link_names() -> List[str]:
-    """Return the names of all network links in this namespace."""
-    with _route() as route:
-        return [link.get_attr("IFLA_IFNAME") for link in route.get_links()]
-
-
 def configure_host(address: str, rates_mbit: Dict[str, float], inside_mbit: Optional[float], num_devices: int) -> None:
     """Bring lo and eth0 of this namespace up, and set the rates of its links.
 

@@ -30,7 +30,6 @@ from hwaware.bench.testbed.state import (
     choosing,
     remove_state,
     state_path,
-    subnets_in_use,
 )
 from hwaware.errors import TestbedError, UnusableInputError
 from hwaware.records import PathLike
@@ -291,7 +290,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str, late: Sequence[
 
 
 def _choose_subnet(kind: str, states: List[State]) -> ipaddress.IPv4Network:
-    taken = subnets_in_use(states)
+    taken = [ipaddress.IPv4Network(state.subnet) for state in states]
     if kind.endswith("loopback"):
         return layout.free_loopback_subnet(taken)
     return layout.free_subnet(taken + layout.networks_in_use())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
 import os
 import tempfile
 from pathlib import Path
@@ -163,8 +162,3 @@ def choosing() -> Iterator[None]:
     with open(directory() / "lock", "w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
         yield
-
-
-def subnets_in_use(states: List[State]) -> List[ipaddress.IPv4Network]:
-    """Return the networks of these testbeds, including those not made yet."""
-    return [ipaddress.IPv4Network(state.subnet) for state in states]
