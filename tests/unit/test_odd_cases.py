@@ -177,6 +177,15 @@ def test_a_second_interrupt_leaves_no_testbed(monkeypatch):
     assert removed == ["state", "t"]
 
 
+@pytest.mark.parametrize("text", ["{", '{"schema": "hwaware.testbed", "schema_version": 1, "name": "one"}'])
+def test_a_damaged_record_of_a_testbed_is_to_be_deleted(text, tmp_path, monkeypatch):
+    """Nobody can make this file again, and every command reads it."""
+    monkeypatch.setattr(records, "directory", lambda: tmp_path)
+    (tmp_path / "one.json").write_text(text)
+    with pytest.raises(RecordError, match=r"one\.json is not .*To fix: .*HWAWARE_TESTBED=one\..*delete this file"):
+        records.all_states()
+
+
 def test_a_record_that_is_removed_while_it_is_read_is_no_testbed(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "directory", lambda: tmp_path)
     (tmp_path / "gone.json").write_text("{}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar, Dict, Iterator, List, Optional, Tuple
 
 from hwaware.bench.testbed.cgroups import CpuGroups, MemoryGroups
-from hwaware.bench.testbed.processes import is_alive
+from hwaware.bench.testbed.processes import MARK, is_alive
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import RecordError, TestbedError
 from hwaware.records import FileRecord
@@ -139,14 +139,20 @@ def state_path(name: str) -> Path:
 
 
 def all_states() -> List[State]:
-    """Return every testbed of this user that `up` started and `down` has not removed."""
+    """Return every testbed of this user that `up` started and `down` has not removed.
+
+    Raises:
+        RecordError: A record is damaged, or of another version of hwaware.
+    """
     states = []
     for path in sorted(directory().glob("*.json")):
         try:
             states.append(State.load(path))
-        except RecordError:
+        except RecordError as error:
             if path.exists():  # otherwise `down` removed it between the listing and the reading
-                raise
+                mark = f"{MARK}={path.stem}."
+                fix = f"end processes whose environment has {mark}..., if any are left, and delete this file."
+                raise RecordError(error.what, fix) from error
     return states
 
 
