@@ -1,38 +1,47 @@
 """Pair the arguments that a program donates with the results that take over their memory.
 
-Alpa pairs them by their places, and stops if an argument has no result at its place. If a step returns its loss before
-its new state, Alpa then also moves weights between stages in every step.
+Alpa pairs them by their places, and stops if an argument has no result at its place. If a step returns its state in
+another order, Alpa then also moves or copies weights between stages.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Sequence
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 from hwaware.compat.jaxprs import is_literal, variables
+from hwaware.patching.steps import parts_of
 
 
-def taken_over(arguments: Sequence[Any], donated: Sequence[bool], results: Sequence[Any]) -> Dict[Any, Any]:
-    """Return argument -> result of the same shape and type. An argument without such a result stays.
+def places_of_results(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Optional[int]]:
+    """Return the place of the result that takes over each argument's memory; None for an argument that stays.
 
-    The new state of a step mostly has the order of the old one, anywhere among the results. Otherwise, each argument
-    gets the first result that is left.
+    Only results of a step's update take over memory: microbatches need the arguments before it. Each result takes an
+    argument of its shape and type. If possible, the update reads it for this result: both are on the same stages.
     """
-    given = [value for value, flag in zip(arguments, donated) if flag]
-    left = list(dict.fromkeys(variables(results)))
-    own, kinds = _kinds(given), _kinds(left)
-    for first in range(len(left) - len(given) + 1):
-        if kinds[first : first + len(given)] == own:
-            return dict(zip(given, left[first:]))
-    found: Dict[Any, Any] = {}
-    for value, kind in zip(given, own):
-        if kind in kinds:
-            found[value] = left.pop(kinds.index(kind))
-            kinds.remove(kind)
-    return found
+    if not any(donated):
+        return [None] * len(donated)
+    jaxpr = closed_jaxpr.jaxpr
+    given = {value: place for place, (value, flag) in enumerate(zip(jaxpr.invars, donated)) if flag}
+    behind: Dict[Any, Set[Any]] = {value: {value} for value in given}  # the donated arguments that a value needs
+    for equation in parts_of(closed_jaxpr).after:
+        read = [behind[value] for value in variables(equation.invars) if value in behind]
+        behind.update(dict.fromkeys(equation.outvars, set().union(*read)))
+    results = {one: place for place, one in enumerate(jaxpr.outvars) if not is_literal(one) and one in behind}
+    # An average of weights also needs the weights: it comes after them.
+    order = sorted(results, key=lambda one: (len(behind[one]), results[one]))
+    found: Dict[Any, int] = {}
+    for reads in (True, False):  # what no result that needs it takes, another result takes
+        for result in list(order):
+            candidates = behind[result] if reads else given
+            like = [one for one in candidates if one not in found and _kind(one) == _kind(result)]
+            if like:
+                found[min(like, key=given.__getitem__)] = results[result]
+                order.remove(result)
+    return [found.get(value) for value in jaxpr.invars]
 
 
-def _kinds(values: Sequence[Any]) -> List[Any]:
-    return [(tuple(value.aval.shape), value.aval.dtype) for value in values]
+def _kind(value: Any) -> Any:
+    return tuple(value.aval.shape), value.aval.dtype
 
 
 def process_apply_gradient(original: Any) -> Callable[..., Any]:
@@ -40,10 +49,10 @@ def process_apply_gradient(original: Any) -> Callable[..., Any]:
 
     def replacement(
         update: Any, bound: Any, stages: Any, stage_to_mesh: Any, gensym_func: Any, num_meshes: int,
-        global_invars: Any, global_outvars: Any, donated_invars: Any, *rest: Any,
+        global_invars: Any, global_outvars: Any, places: Sequence[Optional[int]], *rest: Any,
     ) -> Any:  # fmt: skip
-        donors = {result: value for value, result in taken_over(global_invars, donated_invars, global_outvars).items()}
-        invars = [None if is_literal(result) else donors.get(result) for result in global_outvars]
+        donors = dict(zip(places, global_invars))
+        invars = [donors.get(place) for place in range(len(global_outvars))]
         flags = [value is not None for value in invars]
         return original(
             update, bound, stages, stage_to_mesh, gensym_func, num_meshes, invars, global_outvars, flags, *rest
@@ -55,7 +64,9 @@ def process_apply_gradient(original: Any) -> Callable[..., Any]:
 def create_donation_mapping(_original: Any) -> Callable[..., Dict[Any, Any]]:
     """Replace Alpa's function, which pairs values of different types, and logs an argument that stays."""
 
-    def replacement(known: Dict[Any, Any], donated: Any, arguments: Any, results: Any) -> Dict[Any, Any]:
-        return {**known, **taken_over(arguments, donated, results)}
+    def replacement(
+        known: Dict[Any, Any], places: Sequence[Optional[int]], arguments: Any, results: Any
+    ) -> Dict[Any, Any]:
+        return {**known, **{value: results[place] for value, place in zip(arguments, places) if place is not None}}
 
     return replacement

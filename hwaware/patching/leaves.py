@@ -67,10 +67,13 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
         rescuer = rescue.current()
         if rescuer is not None:
             rescuer.require(arguments)
-        # A batch that Alpa cuts has no memory of its own to give away.
+        # A batch that Alpa cuts has no memory of its own to give away. A program that serves needs its arguments again.
         flags = zip(arguments["donated_invars"], arguments["batch_invars"])
-        arguments["donated_invars"] = [given and not is_batch for given, is_batch in flags]
+        trains = arguments["pipeline_schedule"] != "inference"
+        donated = [trains and given and not is_batch for given, is_batch in flags]
         _tidy(arguments)
+        # Alpa hands this to two functions alone, which hwaware overrides.
+        arguments["donated_invars"] = donation.places_of_results(arguments["closed_jaxpr"], donated)
         begin_s = time.monotonic()
         config = observing.compiled(arguments, compiled)
         if rescuer is not None:

@@ -56,14 +56,32 @@ def test_after_a_step_only_the_new_state_lives(pipeline):
         assert STATE_BYTES <= live_bytes(run) <= 1.1 * STATE_BYTES
 
 
-def test_a_donated_state_stays_on_its_stages_wherever_the_step_returns_it(pipeline):
+def with_leaves_between(state):
+    pairs = zip(state["params"], state["momentum"])
+    return {**state, "params": [leaf for weights, momentum in pairs for leaf in (-momentum, weights)]}
+
+
+def backwards(state):
+    return {name: leaves[::-1] for name, leaves in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("returned", "back"),
+    [
+        (lambda state: state, lambda state: state),
+        (backwards, backwards),
+        (with_leaves_between, lambda state: {**state, "params": state["params"][1::2]}),
+    ],
+    ids=["loss first", "backwards", "leaves between"],
+)
+def test_a_donated_state_stays_on_its_stages_wherever_the_step_returns_it(pipeline, returned, back):
     def loss_first(state, batch):
         state, loss = train_step(state, batch)
-        return loss, state
+        return loss, returned(state)
 
     run = pipeline(loss_first, fresh_state(), batch_of(16), 2, 4, donate=(0,))
     _, state = run.step_function(run.state, batch_of(16))
-    arrays = jax.tree_util.tree_leaves(state)
+    arrays = jax.tree_util.tree_leaves(back(state))
     for mesh, arguments in zip(run.executable.mesh_group, run.executable.mesh_arg_indices):
         assert all(arrays[place].device_mesh is mesh for place in arguments if place < len(arrays))
 
@@ -74,21 +92,40 @@ def test_donated_arguments_without_a_like_result_stay(pipeline):
     np.testing.assert_array_equal(first._value, again._value)
 
 
+def test_a_served_program_keeps_arguments_like_its_results(pipeline):
+    def serve(state, batch):
+        return jnp.tanh(batch["x"] @ state["params"][0]) @ state["params"][1]
+
+    batch = batch_of(2 * WIDTH)  # each microbatch gives a result of the shape of the weights
+    run = pipeline(serve, fresh_state(), batch, 2, 2, donate=(0,), pipeline_schedule="inference")
+    first, again = (run.step_function(run.state, batch) for _ in range(2))
+    np.testing.assert_array_equal(first._value, again._value)
+    np.testing.assert_allclose(first._value, serve(fresh_state(), batch), rtol=1e-4, atol=1e-4)
+
+
 def test_which_result_takes_over_which_argument():
-    from hwaware.patching.donation import taken_over
+    from alpa.pipeline_parallel.primitive_def import mark_gradient
+
+    from hwaware.patching.donation import places_of_results
 
     small, large, whole = jnp.ones(2), jnp.ones(3), jnp.ones((), int)
 
     def pairs(function, *arguments):
-        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
-        found = taken_over(jaxpr.invars, [True] * len(jaxpr.invars), jaxpr.outvars)
-        return {jaxpr.invars.index(value): jaxpr.outvars.index(result) for value, result in found.items()}
+        def step(*given):
+            return function(*given, *mark_gradient((jnp.ones(2),)))
 
-    assert pairs(lambda a, b: (a.sum(), a + 1, b + 1), small, large) == {0: 1, 1: 2}
-    assert pairs(lambda a, b: (b + 1, a.sum(), a + 1), small, large) == {0: 2, 1: 0}
-    assert pairs(lambda a, b: (3.0, a + 1, a + 1), small, whole) == {0: 1}
-    assert pairs(lambda a: a.sum(), whole) == {0: 0}
-    assert pairs(lambda a: a / 2, whole) == {}  # of another type
+        found = places_of_results(jax.make_jaxpr(step)(*arguments), [True] * len(arguments))
+        return {argument: result for argument, result in enumerate(found) if result is not None}
+
+    assert pairs(lambda a, b, _: (a.sum(), a + 1, b + 1), small, large) == {0: 1, 1: 2}
+    assert pairs(lambda a, b, _: (b + 1, a.sum(), a + 1), small, large) == {0: 2, 1: 0}
+    assert pairs(lambda a, b, _: (3.0, a + 1, a + 1), small, whole) == {0: 1}
+    assert pairs(lambda a, _: a.sum(), whole) == {0: 0}
+    assert pairs(lambda a, _: a / 2, whole) == {}  # of another type
+    assert pairs(lambda a, b, _: (b + 1, a + 1), small, small) == {0: 1, 1: 0}
+    assert pairs(lambda a, b, _: (b + a, a + 1), small, small) == {0: 1, 1: 0}  # b is an average of a
+    assert pairs(lambda a, b, _: (a + 1, a + 2), small, small) == {0: 0, 1: 1}
+    assert pairs(lambda a, g: (g, a - g), small) == {0: 1}  # a stage makes g while others still read a
 
 
 @pytest.mark.thorough
