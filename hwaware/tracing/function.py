@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from numbers import Integral
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from hwaware.compat.packages import INSTALL_JAX
@@ -65,7 +66,8 @@ def trace_programs(
     Raises:
         UnusableInputError: As `trace`.
     """
-    _check_counts(num_layers, microbatch_size)
+    num_layers = _count("number of layers", num_layers)
+    microbatch_size = _count("number of samples per microbatch", microbatch_size)
     step = _Step(train_step, state, batch, microbatch_size)
     layered = layer_operations(step.graph, step.batch_inputs, num_layers)
     states = settled(_states(step, layered, donate))
@@ -227,10 +229,10 @@ def _flops(operations: Sequence[Operation]) -> float:
     return math.fsum(operation.flops for operation in operations)
 
 
-def _check_counts(num_layers: int, microbatch_size: int) -> None:
-    for name, value in (("number of layers", num_layers), ("number of samples per microbatch", microbatch_size)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UnusableInputError(f"The {name} is {value!r}, expected a whole number above 0.", "correct it.")
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise UnusableInputError(f"The {name} is {value!r}, expected a whole number above 0.", "correct it.")
+    return int(value)
 
 
 def _import_jax() -> Any:

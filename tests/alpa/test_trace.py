@@ -92,7 +92,8 @@ def test_inner_functions_with_jit_and_own_derivatives():
 
 
 def test_fewer_layers_than_products():
-    workload = trace(gradient_step(loss_of(square_layer)), num_layers=2)
+    workload = trace(gradient_step(loss_of(square_layer)), num_layers=np.int64(2), microbatch_size=np.int64(SAMPLES))
+    assert type(workload.microbatch_size) is int  # files hold no numbers of NumPy
     assert figures(workload, "forward_flops") == [(PRODUCTS[0],), (PRODUCTS[1] + PRODUCTS[2],)]
     assert figures(workload, "activation_bytes") == [(MADE[1],), (MADE[1] + 2 * MADE[2],)]
 
