@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import numpy
 
-from hwaware.compat.jaxprs import renamed, variables
+from hwaware.compat.jaxprs import is_literal, renamed, variables
 from hwaware.patching import batches, observing, rescue
 
 
@@ -51,8 +51,9 @@ def copies_in(jaxpr: Any, values: Iterable[Any]) -> Tuple[List[Any], List[Any]]:
     from hwaware.compat.programs import copy_p, gensym
 
     new = gensym([jaxpr])
-    copies = {value: new(value.aval) for value in values}
-    return [new_jaxpr_eqn([v], [copy], copy_p, {}) for v, copy in copies.items()], renamed(jaxpr.outvars, copies)
+    copies = {id(value): (value, new(value.aval)) for value in values}  # numbers have no hash
+    results = [copies.get(id(value), (value, value))[1] for value in jaxpr.outvars]
+    return [new_jaxpr_eqn([value], [copy], copy_p, {}) for value, copy in copies.values()], results
 
 
 def launch_on_driver(original: Any) -> Callable[..., Any]:
@@ -132,13 +133,13 @@ def rewrite_global_outvars_post_concate(_original: Any) -> Callable[..., Tuple[L
 
 
 def add_pipeline_marks_for_sliced_eqns(original: Any) -> Callable[..., Any]:
-    """Wrap Alpa's function: the first layer copies arguments and earlier values of the step that the loss returns."""
+    """Wrap Alpa's function: the first layer copies arguments, numbers and earlier values that the loss returns."""
 
     def replacement(closed_jaxpr: Any, sliced_eqns: Sequence[Any]) -> Any:
         from alpa.util import clone_jaxpr
 
         jaxpr = closed_jaxpr.jaxpr
-        given = [v for v in dict.fromkeys(variables(jaxpr.outvars)) if v in {*jaxpr.invars, *jaxpr.constvars}]
+        given = [v for v in jaxpr.outvars if is_literal(v) or v in {*jaxpr.invars, *jaxpr.constvars}]
         if not given:
             return original(closed_jaxpr, sliced_eqns)
         equations, results = copies_in(jaxpr, given)

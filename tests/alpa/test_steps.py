@@ -298,7 +298,11 @@ def test_averages_of_inference_are_warned_of(result, expected):
 
 @pytest.mark.parametrize(
     ("result", "message"),
-    [(lambda x: x.T, "shape .* with one microbatch"), (lambda x: (x > 0).all(), "a bool without a row")],
+    [
+        (lambda x: x.T, "shape .* with one microbatch"),
+        (lambda x: (x > 0).all(), "a bool without a row"),
+        (lambda x: (x, True), "a bool without a row"),
+    ],
 )
 def test_results_of_inference_that_alpa_cannot_join_are_refused(result, message):
     from hwaware.errors import AlpaError
