@@ -24,10 +24,11 @@ RATIO = (
     "the quotients of the {parts} microbatches with equal weights. To fix: return both sums from the loss, and divide "
     "after the gradient: docs/limits.md#averages-over-microbatches."
 )
+_EXTREMES = ("reduce_max", "reduce_min")
 # Operations whose result has the degree of their first operand.
 _PASSED = (
     *("neg", "convert_element_type", "copy", "copy_p", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice"),
-    *("rev", "reduce_precision", "dynamic_slice", "gather", "real", "imag", "abs", "reduce_max", "reduce_min"),
+    *("rev", "reduce_precision", "dynamic_slice", "gather", "real", "imag", "abs", *_EXTREMES),
     *("stop_gradient", "optimization_barrier"),
 )
 _ADDED = ("add", "sub", "add_any", "max", "min", "select_n", "concatenate")
@@ -40,11 +41,13 @@ class _Trait(NamedTuple):
         degree: 0 if it is independent of the number of samples, 1 if it is in proportion; None if unknown.
         is_sum: True if it is reduced over the samples.
         is_ratio: True if a quotient of two values that are reduced over the samples went into it.
+        is_extreme: True if it is a maximum or minimum over the samples.
     """
 
     degree: Optional[float] = 0.0
     is_sum: bool = False
     is_ratio: bool = False
+    is_extreme: bool = False
 
 
 def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inference: bool = False) -> List[str]:
@@ -73,13 +76,21 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inferenc
         elif loss is not None and loss.is_ratio:
             found.append(RATIO.format(parts=microbatches))
     for index, (result, whole) in enumerate(zip(micro.jaxpr.outvars, full.jaxpr.outvars)):
-        is_integer = not is_literal(result) and getattr(result.aval.dtype, "kind", "") in tuple("iu")
-        if is_integer and result.aval.shape == whole.aval.shape and result in marked and traits.varies(whole):
+        if is_literal(result) or result not in marked:
+            continue
+        is_same = result.aval.shape == whole.aval.shape
+        if is_same and traits.is_extreme(whole):
+            found.append(
+                f"{names.result(index)} of the step is a largest or smallest value of the samples. Alpa averages it "
+                f"over the {microbatches} microbatches. To fix: return one value for each sample, and compare these "
+                "outside the step."
+            )
+        elif is_same and getattr(result.aval.dtype, "kind", "") in tuple("iu") and traits.varies(whole):
             found.append(
                 f"{names.result(index)} of the step is {result.aval.dtype}. Alpa averages it over the {microbatches} "
                 "microbatches and cuts off the fraction. To fix: return it as float32."
             )
-        elif _is_scalar(result) and result in marked and traits.grows(whole) and not is_divided and index != first:
+        elif _is_scalar(result) and traits.grows(whole) and not is_divided and index != first:
             found.append(
                 f"{names.result(index)} of the step is a sum over the samples. Alpa averages it over the microbatches, "
                 f"so it is 1/{microbatches} of that of the whole batch. To fix: return a mean."
@@ -111,6 +122,10 @@ class _Traits:
     def grows(self, value: Any) -> bool:
         """Return True if a value is in proportion to the number of samples."""
         return self._known.get(value, _Trait()).degree == 1
+
+    def is_extreme(self, value: Any) -> bool:
+        """Return True if a value is a maximum or minimum over the samples."""
+        return self._known.get(value, _Trait()).is_extreme
 
     def loss(self, full: Any) -> Optional[_Trait]:
         """Return the loss's trait; None if it is not clear which value is the loss."""
@@ -172,9 +187,11 @@ class _Traits:
         is_ratio = any(operand.is_ratio for operand in operands)
         if name == "div" and large.outvars[0].aval.shape == () and not is_literal(large.invars[1]):
             is_ratio = is_ratio or (operands[0].is_sum and operands[1].is_sum)
-        if any(degree is None for degree in degrees):
-            return _Trait(None, is_sum, is_ratio)
-        return _Trait(self._degree(name, large, [float(degree or 0) for degree in degrees], reduces), is_sum, is_ratio)
+        is_extreme = name in _PASSED and (operands[0].is_extreme or (reduces and name in _EXTREMES))
+        degree = None
+        if None not in degrees:
+            degree = self._degree(name, large, [float(each or 0) for each in degrees], reduces)
+        return _Trait(degree, is_sum, is_ratio, is_extreme)
 
     def _degree(self, name: str, equation: Any, degrees: List[float], reduces: bool) -> Optional[float]:
         if name == "reduce_sum":

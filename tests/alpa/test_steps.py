@@ -243,6 +243,7 @@ def counted(dtype):
 
 
 SUM, RATIO = "The loss is a sum over the samples", "The loss divides one sum over the samples by another"
+EXTREME = "of the step is a largest or smallest value"
 LOSSES = {
     "mean": (simple(lambda p, b: errors(p, b).mean()), None),
     "sum divided by a number": (simple(lambda p, b: errors(p, b).sum() / b["x"].shape[0]), None),
@@ -260,6 +261,7 @@ LOSSES = {
         RATIO,
     ),
     "whole number": (counted(jnp.int32), "Result 3 of the step is int32"),
+    "maximum": (simple(lambda p, b: errors(p, b).max()), f"Result 2 {EXTREME}"),
     "sum beside the loss": (counted(jnp.float32), "Result 3 of the step is a sum over the samples"),
 }
 
@@ -283,6 +285,11 @@ def test_averages_over_microbatches_that_are_not_the_batchs_own_are_warned_of(na
         (lambda x: jnp.arange(x.shape[1]) + 1, None),
         (lambda x: x.sum(), "Result 0 of the step is a sum over the samples"),
         (lambda x: (x > 0).sum(), "Result 0 of the step is int32"),
+        (lambda x: jnp.abs(x).max(), f"Result 0 {EXTREME} of the samples"),
+        (lambda x: x.min(0), f"Result 0 {EXTREME} of the samples"),
+        (lambda x: (x > 0).astype(jnp.int32).max(), f"Result 0 {EXTREME} of the samples"),
+        (lambda x: x.max(1), None),
+        (lambda x: jax.nn.softmax(x).mean(), None),
     ],
 )
 def test_averages_of_inference_are_warned_of(result, expected):
