@@ -72,6 +72,10 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
         trains = arguments["pipeline_schedule"] != "inference"
         donated = [trains and given and not is_batch for given, is_batch in flags]
         _tidy(arguments)
+        if any(donated):
+            for name in ("closed_jaxpr", "full_batch_closed_jaxpr"):
+                if arguments[name] is not None:
+                    arguments[name] = steps.with_results_apart(arguments[name])
         # Alpa hands this to two functions alone, which hwaware overrides.
         arguments["donated_invars"] = donation.places_of_results(arguments["closed_jaxpr"], donated)
         begin_s = time.monotonic()

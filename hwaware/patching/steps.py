@@ -322,6 +322,22 @@ def _with_names(equation: Any, names: Dict[Any, Any]) -> Any:
     return equation.replace(invars=renamed(equation.invars, names), outvars=renamed(equation.outvars, names))
 
 
+def with_results_apart(closed_jaxpr: Any) -> Any:
+    """Copy each value that a step's update returns again: a later step cannot take over the same memory twice."""
+    copier, parts = _Copier(closed_jaxpr), parts_of(closed_jaxpr)
+    left = {v for equation in parts.after for v in equation.outvars}
+    returned, results = set(left), list(closed_jaxpr.jaxpr.outvars)
+    for place, value in enumerate(results):
+        if is_literal(value) or value not in returned:
+            continue
+        if value in left:
+            left.remove(value)
+        else:
+            equation, results[place] = copier.passed(value)
+            parts.after.append(equation)
+    return _joined(closed_jaxpr, parts, results)
+
+
 class _Layer(NamedTuple):
     """Hold one layer: the markers at its start and end, and the operations between these."""
 

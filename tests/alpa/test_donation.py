@@ -86,6 +86,17 @@ def test_a_donated_state_stays_on_its_stages_wherever_the_step_returns_it(pipeli
         assert all(arrays[place].device_mesh is mesh for place in arguments if place < len(arrays))
 
 
+def test_a_leaf_that_a_step_returns_twice_is_two_arrays(pipeline):
+    def twice(state, batch):
+        state, loss = train_step(state, batch)
+        return {"params": state["params"], "momentum": state["params"]}, loss
+
+    run, expected = pipeline(twice, fresh_state(), batch_of(16), 2, 4, donate=(0,)), fresh_state()
+    for _ in range(3):
+        expected, loss = jax.jit(twice)(expected, batch_of(16))
+        np.testing.assert_allclose(run.step(batch_of(16))[0], loss, rtol=1e-5)
+
+
 def test_donated_arguments_without_a_like_result_stay(pipeline):
     run = pipeline(lambda *given: train_step(*given)[1], fresh_state(), batch_of(16), 2, 4, donate=(0, 1))
     first, again = (run.step_function(run.state, batch_of(16)) for _ in range(2))
