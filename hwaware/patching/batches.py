@@ -34,6 +34,7 @@ def shard_args_to_bufs(original: Any) -> Callable[..., List[Any]]:
     def replacement(
         self: Any, shard_indices: Any, donated_invars: Any, batch_invars: Any, num_micro_batches: int, args: Any
     ) -> List[Any]:
+        args = [on_mesh(arg, self) for arg in args]
         fed = [
             place
             for place, (arg, is_batch) in enumerate(zip(args, batch_invars))
@@ -48,6 +49,15 @@ def shard_args_to_bufs(original: Any) -> Callable[..., List[Any]]:
         return [sent[place] for place in range(len(args))]
 
     return replacement
+
+
+def on_mesh(arg: Any, mesh: Any) -> Any:
+    """Return the copy of an array that a mesh has, or that of another mesh; Alpa fails if a mesh has no copy."""
+    from alpa.device_mesh import ReplicatedDistributedArray
+
+    if not isinstance(arg, ReplicatedDistributedArray):
+        return arg
+    return arg.get_replica_on_mesh(mesh) if arg.is_replicated_on_mesh(mesh) else arg.replica
 
 
 def _is_fed(arg: Any, num_microbatches: int) -> bool:

@@ -70,7 +70,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
         batches.catch_up(self.mesh_group)
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):
             _delete_unused(mesh)
-            for array in (args[index] for index in indices):
+            for array in (batches.on_mesh(args[index], mesh) for index in indices):
                 if isinstance(array, DistributedArray) and array.device_mesh is not mesh:
                     _ = array._value  # the array keeps the value
         return original(self, *args)
