@@ -70,6 +70,7 @@ def test_testbeds_of_a_scenario_are_listed(beds, scenario, tmp_path, monkeypatch
 
 
 def test_a_name_that_cannot_be_is_refused_before_anything_is_said(monkeypatch, tmp_path):
+    pytest.importorskip("ray")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = CliRunner().invoke(main, ["testbed", "up", "two-racks", "--kind", "loopback", "--name", "../x"])
     assert (outcome.exit_code, outcome.stdout) == (2, "")

@@ -11,7 +11,7 @@ from builders import ROOT
 
 # The script with a testbed and a profiler that are made up; the profiler does not end by itself.
 PROGRAM = """
-import contextlib, runpy, subprocess, sys, time, types
+import contextlib, runpy, signal, subprocess, sys, time, types
 import uuid  # runs a command in Python 3.8
 from hwaware import autoload
 from hwaware.bench import testbed
@@ -28,6 +28,7 @@ def run(*command, **options):
     time.sleep(60)
 
 testbed.running, autoload.switch_on, subprocess.run = running, lambda folder: None, run
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup lets it be ignored
 sys.argv = ["programs.py", "four"]
 sys.path.insert(0, "benchmarks")
 runpy.run_path("benchmarks/programs.py", run_name="__main__")

@@ -194,8 +194,8 @@ def test_a_misspelt_variable_gives_a_warning(monkeypatch, caplog):
 
 def test_all_variables_of_the_sources_are_known():
     found = set()
-    for folder in ("hwaware", "tests", "benchmarks", "examples"):
-        for path in (ROOT / folder).rglob("*.py"):
+    for folder in (Path(hwaware.__file__).parent, *(ROOT / name for name in ("tests", "benchmarks", "examples"))):
+        for path in folder.rglob("*.py"):
             found.update(re.findall(r"\bHWAWARE_[A-Z][A-Z_]*", path.read_text()))
     assert found == {*activation.VARIABLES, *activation.OF_TESTS}
 

@@ -72,6 +72,7 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
 
 def test_the_layers_beside_the_steps_are_timed_by_each_devices_own_times(scripts, monkeypatch):
     """As the runs of `hwaware bench` do: two devices of one kind whose layers take unlike times."""
+    pytest.importorskip("flax")
     steps, _ = scripts
     times = {name: {"1,1": MeasuredTime(forward_s=s, backward_s=s)} for name, s in (("cpu", 1.0), ("a:1", 3.0))}
     asked = []
