@@ -145,7 +145,7 @@ versions:
 package: env
 	$(PYTEST) tests/package
 
-# The wheel on every Python that setup.py names, and with Alpa on two; makes environments of its own, in .versions.
+# The wheel on every Python that setup.py names, and with Alpa on one; makes environments of its own, in .versions.
 package-matrix: env
 	$(BIN)/python benchmarks/packages.py --alpa
 

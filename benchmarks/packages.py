@@ -3,7 +3,7 @@
 Builds the source distribution from what git tracks and the wheel from the source distribution, installs the wheel in an
 environment of its own for each Python, with nothing but hwaware's own loose requirements and a test runner, and uses it
 from a directory that has no hwaware in it: commands, messages about what is missing, unit tests. With --alpa also the
-part of tests/alpa below on Python 3.9 and 3.11, with stock JAX and Ray. Writes packages.json and packages.md to
+part of tests/alpa below on Python 3.11, with stock JAX and Ray. Writes packages.json and packages.md to
 benchmarks/results; exits with 1 if something failed. An environment that is there already is used again. Pythons are
 taken from PATH, from pyenv, or from --pythons FOLDER (FOLDER/*/bin/pythonX.Y).
 """
@@ -240,7 +240,7 @@ def main() -> int:
     parser.add_argument("--environments", type=Path, default=ROOT / ".versions")
     parser.add_argument("--pythons", type=Path, help="a folder with interpreters, */bin/pythonX.Y")
     parser.add_argument("--only", action="append", help="this Python only; may be given again; keeps the other rows")
-    parser.add_argument("--alpa", action="store_true", help="also Alpa on stock JAX, on Python 3.9 and 3.11")
+    parser.add_argument("--alpa", action="store_true", help="also Alpa on stock JAX, on Python 3.11")
     arguments = parser.parse_args()
     arguments.environments.mkdir(parents=True, exist_ok=True)
     wheel = build(arguments.environments / "build")
