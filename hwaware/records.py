@@ -123,7 +123,7 @@ def converted(document: Any, kind: Type[T]) -> T:
     """Return what `msgspec.convert` does, with its errors."""
     try:
         return msgspec.convert(document, kind)
-    except (SystemError, OverflowError):  # msgspec 0.18, the last for Python 3.8, on an integer that no float holds
+    except (SystemError, OverflowError):  # of msgspec 0.18 to 0.20, on an integer that no float holds
         return msgspec.convert(_without_huge(document), kind)
 
 
