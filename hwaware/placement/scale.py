@@ -20,7 +20,7 @@ from typing import Any, List, NamedTuple, Tuple
 
 import numpy as np
 
-from hwaware.costs.curves import FloatArray
+from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.evaluate import Priced
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.placement import scale_kernels as kernels
@@ -35,12 +35,12 @@ from hwaware.plans import Plan
 ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 400, 100))
 # Steps of the prices between two tries of larger ones.
 RAY_EVERY = 12
-# Kept by one proof, some tens of MiB.
-PARTIAL_PIPELINES = 60_000
+# Numbers of used devices that one bound tells apart, and with layers and ports: some 0.1 s, and 0.1 GiB.
+MOST_STATES, MOST_VALUES = 81, 3_000_000
 # Numbers of used devices that the labels of one beam hold: 0.1 GiB.
 MOST_USED = 64_000_000
-# Intervals are proved with devices counted one by one from this width on.
-PROVE_FROM = 1.003
+# Bounds count used devices from this width of intervals on, in so many steps of the prices.
+COUNTED_FROM, COUNTED_STEPS = 1.003, 30
 # Part of the time that goes into plans where the bound needs a search of its own.
 PLANS_PART = 0.5
 # Width of the beam for any plan at all.
@@ -72,11 +72,16 @@ class _Scale:
         self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False, known_s: float = math.inf
     ) -> None:
         self.problem, self.fleet, self.ways, self.deadline = problem, fleet, fleet.ways, deadline
-        self.bounds_only = bounds_only
+        self.bounds_only, self.counting = bounds_only, True
         self.layers = fleet.ways.turn.shape[1]
         self.best, self.found = known_s, (math.inf, [])  # type: Tuple[float, Tuple[float, Built]]
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
         self.turns = problem.costs.schedule == "1f1b" and problem.objective == "step"
+
+    @property
+    def good(self) -> float:
+        """Return the bound at which an interval needs no more work."""
+        return self.best * (1 - GOOD_ENOUGH)
 
     def time_left(self) -> bool:
         return time.monotonic() < self.deadline
@@ -92,44 +97,51 @@ class _Scale:
             return 1.0, 0.0, low, float(count - 1)
         return 1.0, 0.0, count * low, 0.0
 
-    def lower(self, low: float, high: float, prices: FloatArray) -> Tuple[float, Any, Any]:
+    def lower(self, low: float, high: float, prices: FloatArray, after: Any = None) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
-        rules = self._rules(low)
+        after = np.zeros((len(self.ways.kind), 1), dtype=np.int64) if after is None else after
         paid = prices[self.ways.kind] * self.ways.devices
-        value, stages, at_port = kernels.least_priced(self.ways, paid, low, high, rules)
+        value, stages, at_port = kernels.least_priced(self.ways, paid, low, high, self._rules(low), after)
         return float(value - prices @ self.fleet.counts), stages, at_port
 
-    def prove(self, interval: _Interval) -> _Interval:
-        """Improve an interval's bound with the devices counted one by one; return it unchanged if time runs out."""
-        low, high, _, prices = interval
-        counts, ports = self.fleet.counts, self.ways.link.shape[0]
-        # One int64 stands for the used devices of each kind, together with the other states.
-        if math.prod(count + 1 for count in counts.tolist()) * 2 * ports * (self.layers + 1) >= 2**63:
-            return interval
-        at_port, paid = self.lower(low, high, prices)[2], prices[self.ways.kind] * self.ways.devices
-        labels, fill, bound = kernels.proof_labels(PARTIAL_PIPELINES, len(counts), self.layers), 1, self.best
-        for cut in range(self.layers, 0, -1):
-            if not self.time_left():
-                return interval
-            fill, bound = kernels.prove(
-                cut, self.ways, at_port, paid, float(prices @ counts), counts, low, high,
-                self._rules(low), labels, fill, bound,
-            )  # fmt: skip
-        return interval._replace(bound=max(interval.bound, float(bound)))
+    def counted(self, prices: FloatArray) -> IntArray:
+        """Return `after` of `least_priced` for states that count used devices in parts of all, of dear kinds first.
 
-    def ascend(self, interval: _Interval, steps: int) -> _Interval:
+        A kind of q parts has a digit from 0 to 2 q. 2 k stands for k parts or more, 2 k + 1 for more than k. The digits
+        of two stages add up to at most the digit of their devices together.
+        """
+        counts, kind, devices = self.fleet.counts, self.ways.kind, self.ways.devices
+        most = min(MOST_STATES, MOST_VALUES // (self.layers * len(self.ways.link)))
+        parts, more = np.zeros_like(counts), np.zeros_like(counts)
+        dear = np.argsort(-prices * counts)
+        while np.prod(2.0 * more + 1) <= most and np.all(more <= counts):
+            parts = more.copy()
+            more[dear[np.argmin(more[dear])]] += 1
+        base = 2 * parts + 1
+        digits = np.append(1, np.cumprod(base))
+        states, unit, base, parts = np.arange(digits[-1]), digits[kind, None], base[kind, None], parts[kind]
+        whole, rest = np.divmod(devices * parts, counts[kind])
+        digit = states // unit % base
+        then = 2 * (digit // 2 + whole[:, None]) + np.maximum(digit % 2, (rest > 0)[:, None])
+        return np.where(then < base, states + (then - digit) * unit, -1)
+
+    def ascend(self, interval: _Interval, steps: int, after: Any = None) -> _Interval:
         """Improve an interval's prices by steps along the devices used too much or too little (Polyak)."""
         prices, best = interval.prices, interval
         for k in range(steps):
-            value, stages, _ = self.lower(interval.low, interval.high, prices)
+            value, stages, _ = self.lower(interval.low, interval.high, prices, after)
             if value > best.bound or k == 0:
                 best = best._replace(bound=max(value, interval.bound), prices=prices)
-            if value >= self.best or math.isinf(value):
+            if k == 0 and after is not None and value <= interval.bound * (1 + 1e-9):
+                return best  # the pipeline takes no device twice: counting gains nothing
+            if value >= self.good or math.isinf(value):
                 return best._replace(bound=max(value, best.bound))
             built = stages[:, 2]
             kind, devices = self.ways.kind[built], self.ways.devices[built]
             used = np.bincount(kind, weights=devices, minlength=len(self.fleet.counts))
             over = used - self.fleet.counts
+            if np.all(over <= 0):
+                self.keep(self.in_units(stages.tolist()))
             over = np.where((prices <= 0) & (over < 0), 0.0, over)
             norm = float(over @ over)
             if norm == 0:
@@ -137,17 +149,17 @@ class _Scale:
             target = self.best if math.isfinite(self.best) else 1.1 * value
             prices = np.maximum(0.0, prices + (target - value) / norm * over * (1.0 if k < steps / 2 else 0.5))
             if k % RAY_EVERY == RAY_EVERY - 1:
-                best = self._along_the_ray(best)
+                best = self._along_the_ray(best, after)
                 prices = best.prices
-            if best.bound >= self.best or not self.time_left():
+            if best.bound >= self.good or not self.time_left():
                 break
         return best
 
-    def _along_the_ray(self, best: _Interval) -> _Interval:
+    def _along_the_ray(self, best: _Interval, after: Any) -> _Interval:
         """Raise all prices by the same factor, without limit if the interval has no plan at all."""
         factor, tried = 1.5, best.prices
-        while best.bound < self.best and factor > 1.02:
-            value = self.lower(best.low, best.high, tried * factor)[0]
+        while best.bound < self.good and factor > 1.02:
+            value = self.lower(best.low, best.high, tried * factor, after)[0]
             if value > best.bound:
                 tried = tried * factor
                 best = best._replace(bound=value, prices=tried)
@@ -163,7 +175,7 @@ class _Scale:
         if self.bounds_only:
             return
         # The costs in front of each cut, once a step included, whatever the slowest stage.
-        front = self.lower(0.0, high, prices)[2][0]
+        front = self.lower(0.0, high, prices)[2][0, :, :, 0]
         units, paid = len(self.fleet.units), prices[self.ways.kind] * self.ways.devices
         width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
         labels, fill = kernels.beam_labels(4 * width, self.layers, units), 1
@@ -178,9 +190,27 @@ class _Scale:
                 first, end, template, unit, parent, _ = labels.integers[label].tolist()
                 made.append((first, end, template, unit))
                 label = parent
-            value = self.price(made)
-            if value < self.found[0]:
-                self.found, self.best = (value, made), min(self.best, value)
+            self.keep(made)
+
+    def keep(self, stages: Built) -> None:
+        """Keep these stages if they cost less than the best ones so far."""
+        value = self.price(stages) if stages and not self.bounds_only else math.inf
+        if value < self.found[0]:
+            self.found, self.best = (value, stages), min(self.best, value)
+
+    def in_units(self, stages: List[List[int]]) -> Built:
+        """Return a pipeline of rows (first, end, template) on the fullest units with room; none if one finds none."""
+        ways, units, room, found = self.ways, self.fleet.of_units, self.fleet.of_units.size.copy(), {}
+        for first, end, o in sorted(stages, key=lambda row: -int(ways.devices[row[2]])):
+            number, own = max(1, int(ways.whole[o])), np.arange(*units.first[ways.kind[o] :][:2])
+            need = ways.devices[o] // number
+            own = own[(room[own] == units.size[own]) & (units.size[own] == need) if number > 1 else room[own] >= need]
+            if len(own) < number:
+                return []
+            own = own[np.argsort(room[own], kind="stable")][:number]
+            room[own] -= need
+            found[first] = first, end, o, int(own[0])
+        return [found[first] for first in sorted(found)]
 
     def price(self, stages: Built) -> float:
         """Return the objective of stages without head starts; infinite if memory or a link is missing."""
@@ -236,6 +266,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     another = fleet.sizes_alike and alpa and not own
     until = started + PLANS_PART * (deadline - started) if another else deadline
     scale = _Scale(problem, fleet, until, known_s=known_s)
+    scale.counting = own
     found = _intervals(scale, period)
     if own:
         bound = max(fluid, found * BELOW)
@@ -259,14 +290,14 @@ def _intervals(scale: _Scale, period: float) -> float:
     for ratio, width, steps in ROUNDS[1:]:
         done: List[_Interval] = []
         for interval in sorted(waiting, key=lambda one: one.bound):
-            if interval.bound >= scale.best * (1 - GOOD_ENOUGH) or not scale.time_left():
+            if interval.bound >= scale.good or not scale.time_left():
                 done.append(interval)
                 continue
             done += _refined(scale, interval, ratio, width, steps)
         waiting = done
         bound = min(one.bound for one in waiting)
         hopeless = scale.best > bound * (1 + HOPELESS * (ratio - 1))
-        if hopeless or not scale.time_left() or bound >= scale.best * (1 - GOOD_ENOUGH):
+        if hopeless or not scale.time_left() or bound >= scale.good:
             break
     return min([scale.best, *(one.bound for one in waiting)])
 
@@ -299,10 +330,10 @@ def _refined(scale: _Scale, interval: _Interval, ratio: float, width: int, steps
         part = interval._replace(low=low, high=high)
         if scale.time_left():
             part = scale.ascend(part, steps)
-            if part.bound < scale.best * (1 - GOOD_ENOUGH) and math.isfinite(high):
+            if part.bound < scale.good and math.isfinite(high):
                 scale.find(high, part.prices, width)
-                if ratio <= PROVE_FROM:
-                    part = scale.prove(part)
+                if ratio <= COUNTED_FROM and scale.counting:
+                    part = scale.ascend(part, COUNTED_STEPS, scale.counted(part.prices))
         made.append(part)
         low = high
     return made

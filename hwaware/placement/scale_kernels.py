@@ -52,37 +52,26 @@ class BeamLabels(NamedTuple):
     counts: Any  # [L + 1] size of the heap
 
 
-class ProofLabels(NamedTuple):
-    """Hold rear parts of pipelines by the devices of each kind that they use, found by a hash table."""
-
-    table: Any  # rows by hash
-    keys: Any  # of each row
-    cost: Any  # [label] as in `least_priced`
-    paid: Any  # [label] prices of its devices
-    used: Any  # [label, kind] devices that it uses
-    state: Any  # [label] (port of the front stage or -1, 1 with the slowest stage, next label of its cut)
-    heads: Any  # [L + 1] first label of each cut
-
-
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any) -> Tuple[float, Any, Any]:
+def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after: Any) -> Tuple[float, Any, Any]:
     """Return the least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
 
     `rules` says how stages count. One in front of the slowest counts c + sends. The slowest counts `bottleneck` +
     `per_longer` x max(f, b). One behind it counts `after_weight` (c + sends) - `after_less`. `price` is that of all
-    devices of each template.
+    devices of each template. A state stands for the devices that are used. `after` [template, state] is the state
+    behind a stage from that in front; -1 if too few devices are left.
 
     Returns:
         The value, the stages as rows of (first, end, template), and the least cost in front of each cut. The last
-            includes the send: [without or with the slowest stage, L + 1, ports behind].
+            includes the send: [without or with the slowest stage, L + 1, ports behind, states].
     """
     after_weight, after_less, bottleneck, per_longer = rules
-    templates, layers, ports = w.turn.shape[0], w.turn.shape[1], w.link.shape[0]
-    value = np.full((2, layers + 1, templates), np.inf)
-    came = np.full((2, layers + 1, templates, 3), -1, dtype=np.int32)  # first, phase before, template before
-    at_port = np.full((2, layers + 1, ports), np.inf)  # the best with a stage of this port behind
-    who = np.full((2, layers + 1, ports), -1, dtype=np.int32)
-    at_port[0, 0] = 0.0
+    templates, layers, ports, states = w.turn.shape[0], w.turn.shape[1], w.link.shape[0], after.shape[1]
+    value = np.full((2, layers + 1, ports, states), np.inf)
+    came = np.full((2, layers + 1, ports, states, 4), -1, dtype=np.int32)  # first, template, phase and state before
+    at_port = np.full((2, layers + 1, ports, states), np.inf)  # the best with a stage of this port behind
+    who = np.full((2, layers + 1, ports, states), -1, dtype=np.int32)  # port in front
+    at_port[0, 0, :, 0] = 0.0
     for end in range(1, layers + 1):
         need = 1 if end == layers else w.in_flight[1]
         for o in range(templates):
@@ -93,52 +82,50 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any) -> Tu
                     break
                 if w.most[o, first, end] < 0:
                     continue  # a rule forbids it, and may allow longer ones
-                front0 = w.first_step[o, end] if first == 0 else at_port[0, first, own]
-                front1 = at_port[1, first, own]
-                if front0 + c + price[o] < value[0, end, o]:
-                    value[0, end, o] = front0 + c + price[o]
-                    came[0, end, o, 0], came[0, end, o, 1], came[0, end, o, 2] = first, 0, who[0, first, own]
+                once = price[o] + (w.first_step[o, end] if first == 0 else 0.0)
+                before, slowest = once + c, np.inf
                 if c >= low:
-                    at = front0 + bottleneck + per_longer * w.longer[o, first, end] + price[o]
-                    if at < value[1, end, o]:
-                        value[1, end, o] = at
-                        came[1, end, o, 0], came[1, end, o, 1], came[1, end, o, 2] = first, 0, who[0, first, own]
-                at = front1 + after_weight * c - after_less + price[o]
-                if at < value[1, end, o]:
-                    value[1, end, o] = at
-                    came[1, end, o, 0], came[1, end, o, 1], came[1, end, o, 2] = first, 1, who[1, first, own]
+                    slowest = once + bottleneck + per_longer * w.longer[o, first, end]
+                behind = once + after_weight * c - after_less
+                for state in range(states):
+                    to = after[o, state]
+                    if to < 0:
+                        continue
+                    front0, front1 = at_port[0, first, own, state], at_port[1, first, own, state]
+                    if front0 + before < value[0, end, own, to]:
+                        value[0, end, own, to] = front0 + before
+                        row = came[0, end, own, to]
+                        row[0], row[1], row[2], row[3] = first, o, 0, state
+                    at, phase = front0 + slowest, 0
+                    if front1 + behind < at:
+                        at, phase = front1 + behind, 1
+                    if at < value[1, end, own, to]:
+                        value[1, end, own, to] = at
+                        row = came[1, end, own, to]
+                        row[0], row[1], row[2], row[3] = first, o, phase, state
         if end == layers:
             break
         for phase in range(2):
             weight = 1.0 if phase == 0 else after_weight
-            _behind_cut(w, value[phase, end], weight, end - 1, at_port[phase, end], who[phase, end])
-    template = np.argmin(value[1, layers])
-    best, stages = value[1, layers, template], np.empty((layers, 3), dtype=np.int64)
+            for port in range(ports):
+                for front in range(ports):
+                    send = weight * w.link[front, port, end - 1]
+                    for state in range(states):
+                        at = value[phase, end, front, state] + send
+                        if at < at_port[phase, end, port, state]:
+                            at_port[phase, end, port, state] = at
+                            who[phase, end, port, state] = front
+    place = np.argmin(value[1, layers])
+    port, state = place // states, place % states
+    best, stages = value[1, layers, port, state], np.empty((layers, 3), dtype=np.int64)
     count, end, phase = 0, layers, 1
-    while template >= 0 and best < np.inf:
-        row = came[phase, end, template]
-        stages[count] = np.int64(row[0]), end, template
+    while end > 0 and best < np.inf:
+        row = came[phase, end, port, state]
+        stages[count, 0], stages[count, 1], stages[count, 2] = row[0], end, row[1]
         count += 1
-        end, phase, template = row[0], row[1], row[2]
+        end, phase, state = int(row[0]), int(row[2]), int(row[3])
+        port = int(who[phase, end, port, state])
     return best, stages[:count][::-1].copy(), at_port
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _behind_cut(w: Ways, value: Any, weight: float, layer: int, at_port: Any, who: Any) -> None:
-    """Fill `at_port` and `who` [ports]: the least of `value` [templates] with a send to each port, and its template."""
-    ports = w.link.shape[0]
-    best_of = np.full(ports, np.inf)
-    best_who = np.full(ports, -1, dtype=np.int32)
-    for o in range(value.shape[0]):
-        if value[o] < best_of[w.port[o]]:
-            best_of[w.port[o]] = value[o]
-            best_who[w.port[o]] = o
-    for behind in range(ports):
-        for front in range(ports):
-            at = best_of[front] + weight * w.link[front, behind, layer]
-            if at < at_port[behind]:
-                at_port[behind] = at
-                who[behind] = best_who[front]
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -273,96 +260,3 @@ def beam(
                                 left -= 1
                     _insert(labels, first, score, slot)
     return fill
-
-
-def proof_labels(capacity: int, kinds: int, layers: int) -> ProofLabels:
-    """Return the labels of a proof, with only the empty pipeline."""
-    labels = ProofLabels(
-        table=np.full(1 << (2 * capacity - 1).bit_length(), -1, dtype=np.int64),
-        keys=np.empty(capacity, dtype=np.int64),
-        cost=np.zeros(capacity),
-        paid=np.zeros(capacity),
-        used=np.zeros((capacity, kinds), dtype=np.int32),
-        state=np.empty((capacity, 3), dtype=np.int64),
-        heads=np.full(layers + 1, -1, dtype=np.int64),
-    )
-    labels.state[0] = (-1, 0, -1)
-    labels.heads[layers] = 0
-    return labels
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def prove(
-    cut: int, w: Ways, at_port: Any, price: Any, unpriced: float, sizes: Any, low: float, high: float, rules: Any,
-    labels: ProofLabels, fill: int, bound: float,
-) -> Tuple[int, float]:  # fmt: skip
-    """Take one cut of the bound of `least_priced`, with the devices counted one by one.
-
-    A label is a rear part. It is the cheapest for its cut, devices of each kind, front port, and slowest stage in it or
-    not. It drops labels that cannot get below the bound, at first the best plan. `at_port` comes from `least_priced` at
-    the same prices. `unpriced` is the price of all devices of the cluster, `sizes` their numbers by kind. The bound
-    also counts labels that find no room. Return the number of labels, and the bound, which holds after cut 1.
-    """
-    after_weight, after_less, bottleneck, per_longer = rules
-    layers, kinds, ports, capacity = w.turn.shape[1], sizes.shape[0], w.link.shape[0], labels.keys.shape[0]
-    strides = np.ones(kinds, dtype=np.int64)  # of the one number that stands for how many of each kind are used
-    for r in range(1, kinds):
-        strides[r] = strides[r - 1] * (sizes[r - 1] + 1)
-    cost, used, state = labels.cost, labels.used, labels.state
-    label = labels.heads[cut]
-    while label >= 0:
-        behind, seen, following = state[label, 0], state[label, 1], state[label, 2]
-        index = (used[label] * strides).sum()
-        for o in range(w.turn.shape[0]):
-            kind, own = w.kind[o], w.port[o]
-            if used[label, kind] + w.devices[o] > sizes[kind]:
-                continue
-            join = 0.0 if behind < 0 else w.link[own, behind, cut - 1]
-            for first in range(cut - 1, -1, -1):
-                c = w.turn[o, first, cut]
-                if c > high or 0 <= w.most[o, first, cut] < (1 if cut == layers else w.in_flight[1]):
-                    break
-                if w.most[o, first, cut] < 0:
-                    continue
-                # As the slowest stage, and as any other one.
-                for phase in range(2):
-                    if phase == 0 and (seen == 1 or c < low):
-                        continue
-                    now = 1 if phase == 0 else seen
-                    if seen == 1:
-                        step = c + join
-                    elif phase == 0:
-                        step = bottleneck + per_longer * w.longer[o, first, cut] + after_weight * join
-                    else:
-                        step = after_weight * (c + join) - after_less
-                    total = cost[label] + step
-                    if first == 0:
-                        if now == 1:
-                            bound = min(bound, total + w.first_step[o, cut])
-                        continue
-                    money = labels.paid[label] + price[o]
-                    # What is in front either holds the slowest stage (1) or has only stages before it (0).
-                    lowest = total + money - unpriced + at_port[1 - now, first, own]
-                    if lowest >= bound:
-                        continue
-                    after = index + w.devices[o] * strides[kind]
-                    key = ((after * ports + own) * 2 + now) * (layers + 1) + first
-                    at = (key * 0x9E3779B97F4A7C1) & (labels.table.shape[0] - 1)  # linear probing of 2^n rows
-                    while labels.table[at] >= 0 and labels.keys[labels.table[at]] != key:
-                        at = (at + 1) & (labels.table.shape[0] - 1)
-                    other = labels.table[at]
-                    if other >= 0:
-                        cost[other] = min(cost[other], total)
-                        continue
-                    if fill == capacity:
-                        bound = min(bound, lowest)
-                        continue
-                    labels.table[at], labels.keys[fill] = fill, key
-                    cost[fill], labels.paid[fill] = total, money
-                    used[fill] = used[label]
-                    used[fill, kind] += w.devices[o]
-                    state[fill, 0], state[fill, 1], state[fill, 2] = own, now, labels.heads[first]
-                    labels.heads[first] = fill
-                    fill += 1
-        label = following
-    return fill, bound

@@ -16,7 +16,7 @@ import hwaware
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.costs.compute import UNMEASURED_SHARE
 from hwaware.placement import exact, ways
-from hwaware.placement.bounds import fluid_bound_s, least_objective_s
+from hwaware.placement.bounds import fluid_bound_s, fluid_period_s, least_objective_s
 from hwaware.placement.kinds import kinds_bound_s
 from hwaware.placement.problem import Problem
 from hwaware.workload import MeasuredTime
@@ -168,6 +168,34 @@ def test_measured_shares_are_searched_as_they_are_priced(seed):
     one = one._replace(workload=with_layers(one.workload, measured=measured))
     best = prove(one)
     assert fluid_bound_s(PreparedCosts(one.workload, one.profile), one.num_microbatches) <= best
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "inference"])
+@pytest.mark.parametrize("seed", seeds(340, 350))
+def test_the_bound_holds_where_each_replica_reads_all_parameters(seed, schedule):
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng, 3, 4)
+    rates = [1e7, 1e8, 1e9]
+    one = one._replace(
+        profile=with_devices(one.profile, memory_bandwidth_bytes_per_s=lambda _: rng.choice(rates)),
+        workload=with_layers(one.workload, tensor_parallel_bytes=lambda _: rng.choice([None, 0.0, 1e6])),
+        num_microbatches=rng.choice([4, 16, 64]),
+    )
+    best = instances.brute_force(one, instances.arrangements(one, "any"), schedule)
+    assert 0 < fluid_bound_s(PreparedCosts(one.workload, one.profile, schedule), one.num_microbatches) <= best
+
+
+def test_the_bound_counts_the_way_through_a_pipeline_that_more_replicas_cannot_shorten():
+    """Four devices, and replicas for two samples: two stages at least, if all devices work."""
+    model = workload([layer(output_bytes=0.0), layer(output_bytes=0.0)], microbatch_size=2)
+    four = cluster({"a": 4})
+    best = hwaware.plan(model, four, num_microbatches=8, target="any")
+    assert [len(stage.replicas) for stage in best.stages] == [2, 2]
+    costs = PreparedCosts(model, four)
+    # A message without bytes takes its link's latency, which the bound leaves out.
+    latency_s = sum(link.latency_s for link in four.links)
+    assert fluid_bound_s(costs, 8) == pytest.approx(best.predicted_step_s, rel=1e-3, abs=20 * latency_s)
+    assert fluid_bound_s(costs, 8) == pytest.approx(9 / 8 * 8 * fluid_period_s(costs))
 
 
 def with_own_times(one, rng):

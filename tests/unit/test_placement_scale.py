@@ -8,6 +8,7 @@ import random
 import time
 
 import msgspec
+import numpy as np
 import pytest
 from builders import (
     card,
@@ -274,3 +275,48 @@ def test_units_are_like_devices_of_one_host():
     assert {t.devices for t in fleet.templates} == {1, 2, 4, 8} | ({3} & {t.devices for t in fleet.templates})
     with pytest.raises(PlanError):
         evaluate(plan((0, 9, "x")), random_workload(random.Random(5), 4, 8), profile)
+
+
+@pytest.mark.parametrize("seed", seeds(20, every=4))
+def test_counted_devices_never_shut_out_stages_that_have_room(seed):
+    """The states of the bound count no device twice, and tell when all devices of a kind are taken."""
+    rng = random.Random(seed)
+    profile, workload = random_cluster(rng, 6, 4, kinds=rng.choice([1, 2, 3])), random_workload(rng, 6, 8)
+    problem = Problem(PreparedCosts(workload, profile), 16)
+    search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
+    ways, counts = search.ways, search.fleet.counts
+    after = search.counted(np.array([rng.uniform(0, 1) for _ in counts]))
+    assert after.shape[1] >= 3 ** len(counts)
+    for _ in range(200):
+        state, left = 0, counts.copy()
+        while True:
+            fitting = np.flatnonzero(ways.devices <= left[ways.kind])
+            if not len(fitting):
+                break
+            template = rng.choice(fitting.tolist())
+            left[ways.kind[template]] -= ways.devices[template]
+            state = after[template, state]
+            assert state >= 0
+    for template in np.flatnonzero(ways.devices == counts[ways.kind]):
+        assert (after[ways.kind == ways.kind[template], after[template, 0]] < 0).all()
+
+
+def test_counted_devices_make_a_bound_no_smaller():
+    rng = random.Random(2)
+    profile, workload = random_cluster(rng, 4, 4), random_workload(rng, 8, 8)
+    problem = Problem(PreparedCosts(workload, profile), 16)
+    search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
+    prices = np.zeros(len(search.fleet.counts))  # free devices: only counting keeps a pipeline from taking them twice
+    low, high = fluid_bound_s(problem.costs, 16) / 16, math.inf
+    free, stages, _ = search.lower(low, high, prices)
+    counted, others, _ = search.lower(low, high, prices, search.counted(prices))
+    assert free < counted
+
+    def used(rows):
+        return np.bincount(
+            search.ways.kind[rows[:, 2]], search.ways.devices[rows[:, 2]], minlength=len(search.fleet.counts)
+        )
+
+    assert (used(stages) > search.fleet.counts).any()
+    assert counted <= hwaware.plan(workload, profile, num_microbatches=16).objective_s
+    assert len(others) > 0
