@@ -195,7 +195,7 @@ class Recovery:
         for (address, devices), count in self.restarts.items():
             if count > _MOST_RESTARTS:
                 self.left_out.update((address, device) for device in devices)
-        self._vaults.drop(set(self._vaults.up) - answering)
+        self._vaults.end(addresses - answering)
         places = meshes.mesh_places(virtual_mesh)
         lost = {place for place in places if place[0] not in answering or place in self.left_out}
         if len(lost) == len(places):

@@ -79,12 +79,13 @@ class Vaults:
         """Use the vaults that have started, or that start within a limit."""
         import ray
 
-        calls = {call: host for host, (_, call, _) in self._starting.items()}
-        for call in ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)[0] if calls else ():
-            actor, _, process = self._starting.pop(calls[call])
+        calls = {process: host for host, (_, _, process) in self._starting.items()}  # a vault answers it last
+        for process in ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)[0] if calls else ():
+            host = calls[process]
+            actor, mailbox, _ = self._starting.pop(host)
             with contextlib.suppress(ray.exceptions.RayError):  # it, or its host, has ended already
-                self.up[calls[call]] = _Up(actor, *ray.get([call, process], timeout=_ANSWER_LIMIT_S))
-                self.held[calls[call]] = set()
+                self.up[host] = _Up(actor, *ray.get([mailbox, process], timeout=_ANSWER_LIMIT_S))
+                self.held[host] = set()
                 actor.begin.remote(self.epoch, ())
 
     def drop(self, hosts: Collection[str]) -> None:

@@ -735,17 +735,42 @@ def test_a_program_that_cannot_be_placed_again_says_so_from_then_on(error, monke
     assert [watch.failure for watch in watches] == [caught.value] * 2
 
 
+def test_a_vault_that_answers_late_is_used_later(monkeypatch):
+    ray = pytest.importorskip("ray")
+    answers = {"mailbox": ("10.0.0.1", 7)}
+
+    def get(calls, timeout):
+        if not answers.keys() >= set(calls):
+            raise ray.exceptions.GetTimeoutError("It is late.")
+        return [answers[call] for call in calls]
+
+    monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: ([one for one in calls if one in answers], ()))
+    monkeypatch.setattr(ray, "get", get)
+    found, begun = vaults.Vaults(), []
+    actor = SimpleNamespace(begin=SimpleNamespace(remote=lambda *arguments: begun.append(arguments)))
+    found._starting["10.0.0.1"] = (actor, "mailbox", "process")
+    found.use_started(0)
+    assert found.up == {}
+    answers["process"] = 42
+    found.use_started(0)
+    assert (found.up, begun) == ({"10.0.0.1": vaults._Up(actor, ("10.0.0.1", 7), 42)}, [(0, ())])
+
+
 def test_a_vault_beside_no_device_stays_while_it_answers(monkeypatch):
-    hosts = [{"NodeManagerAddress": address} for address in "ab"]
+    ray = pytest.importorskip("ray")
+    hosts = [{"NodeManagerAddress": address} for address in "abe"]
     up = vaults.Vaults()
-    up.up, up.held = dict.fromkeys("abcd"), {host: set() for host in "abcd"}
-    shrunk = []
-    monkeypatch.setattr(recovering, "_answering", lambda addresses: set(addresses) - {"b", "d"})
+    up.up, up.held = {host: SimpleNamespace(actor=host) for host in "abcd"}, {host: set() for host in "abcd"}
+    up._starting["e"] = ("e", None, None)
+    shrunk, ended = [], []
+    monkeypatch.setattr(ray, "kill", ended.append)
+    monkeypatch.setattr(recovering, "_answering", lambda addresses: set(addresses) - {"b", "d", "e"})
     monkeypatch.setattr(meshes, "mesh_places", lambda mesh: [("a", 0), ("b", 0)])
     monkeypatch.setattr(recovering.unequal, "shrink", lambda mesh, lost: shrunk.append(lost))
     recovery = recovering.Recovery(None, up, None)
     recovery._shrink(SimpleNamespace(host_info=hosts))
-    assert (set(up.up), shrunk, recovery.silent) == ({"a", "c"}, [{("b", 0)}], {"b", "d"})
+    assert (set(up.up), shrunk, recovery.silent) == ({"a", "c"}, [{("b", 0)}], {"b", "d", "e"})
+    assert (sorted(ended), up._starting) == (["b", "d", "e"], {})
 
 
 @pytest.mark.parametrize(("number", "count"), [(3, 2), (4, 1)])
