@@ -61,7 +61,7 @@ class SurvivingWorker(HostWorker):
         """
         self._transfers.abandon("the program starts over")
         self._transfers.close_mailbox()
-        self._sending.break_off()  # it may wait for a host that is lost
+        self._give_up_copies()
         self.buffers = self._resident
         self._former = dict(self.buffers) if keep else {}
         self.executables.clear()
@@ -72,6 +72,16 @@ class SurvivingWorker(HostWorker):
         self._runs.clear()
         self._failure = None
         self._open(place, secret, identity)
+
+    def _give_up_copies(self) -> None:
+        """Forget what is ordered and not sent yet: it would wait for hosts that are lost, and holds old arrays."""
+        if self._copying is not None:
+            self._copying.give_up()
+            self._copying = None
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._orders.get_nowait()
+        self._sending.break_off()
 
     def take_in(self, wanted: Sequence[Wanted], *gifts: Sequence[Tuple[Piece, Any]]) -> None:
         """Hold arrays again.

@@ -213,12 +213,40 @@ def test_a_vault_waits_for_no_lost_vault_once_an_epoch_has_begun(vault):
     silent.close()
 
 
-def test_a_worker_that_starts_over_waits_for_no_lost_vault(monkeypatch):
-    silent = Mailbox("127.0.0.1", Credentials(SECRET, PURPOSE, False), bound=0)  # takes nothing, and stays open
-    worker, failed = SurvivingWorker.__new__(SurvivingWorker), threading.Event()
+@pytest.fixture
+def started_over(monkeypatch):
+    """A worker that can start over."""
+    worker = SurvivingWorker.__new__(SurvivingWorker)
     worker._sending, worker._resident, worker._transfers = Sender("a worker"), {}, MagicMock()
+    worker._orders, worker._copying = queue.SimpleQueue(), None
     worker.executables, worker._send_tasks, worker._receive_tasks, worker._runs = {}, {}, {}, {}
     monkeypatch.setattr(worker, "_open", lambda *arguments: None)
+    return worker
+
+
+def test_a_worker_that_starts_over_sends_nothing_that_was_ordered_before(started_over, monkeypatch):
+    worker, arrays, sent = started_over, [numpy.ones(4) for _ in range(2)], []
+    item = copier.Item((1, 0), 0, 0, Box((0,), (4,)), (0,))
+    older, newer = (copier.Copying(order_of(item), [(item, array)], None) for array in arrays)
+    older.finish()
+    worker._copying = newer
+    for one in (older, newer):
+        worker._orders.put(one)
+    worker.start_over(None, SECRET, None)
+    assert worker._copying is None
+    assert newer.is_done
+    assert (newer.batches, newer.reads(arrays)) == ({}, False)
+    monkeypatch.setattr(worker, "_copy_idly", lambda copying: None)
+    monkeypatch.setattr(worker, "_send_to", lambda order, vault, batch: sent.append(vault))
+    worker._orders.put(SimpleNamespace(held_up_s=0.0, order=None, batches={7: None}))
+    threading.Thread(target=worker._send_copies, daemon=True).start()
+    wait_for(lambda: 7 in sent)
+    assert sent == [7]
+
+
+def test_a_worker_that_starts_over_waits_for_no_lost_vault(started_over):
+    silent = Mailbox("127.0.0.1", Credentials(SECRET, PURPOSE, False), bound=0)  # takes nothing, and stays open
+    worker, failed = started_over, threading.Event()
 
     def send():
         address, credentials = ("127.0.0.1", silent.port), Credentials(SECRET, PURPOSE, False)
