@@ -117,6 +117,28 @@ def scaled_step(state, batch):
     )
 
 
+def halves():
+    """Return the weights of four layers, half and half."""
+    keys = jax.random.split(jax.random.PRNGKey(0), LAYERS)
+    weights = [0.2 * jax.random.normal(key, (WIDTH, WIDTH)) for key in keys]
+    return weights[:2], weights[2:]
+
+
+def reversed_step(state, batch):
+    """Return the loss first, then the halves of the state the other way round: each step swaps their places."""
+    import alpa
+
+    def loss(state):
+        x = batch["x"]
+        for weight in (*state[0], *state[1]):
+            x = jnp.tanh(x @ weight)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    value, gradients = alpa.value_and_grad(loss)(state)
+    first, second = jax.tree_util.tree_map(lambda weight, gradient: weight - 0.1 * gradient, state, gradients)
+    return value, (second, first)
+
+
 CHAIN = (stage(0, 1, "here:0"), stage(2, 3, "here:1"))
 
 
@@ -127,6 +149,7 @@ class Kind(NamedTuple):
         stages: Of its plan.
         module, optimizer: What it trains, by the usual step.
         made: Makes its step and state, where these are others.
+        loss_first: True if its step returns the loss before the state.
         batch: Number of a step -> batch.
         two_hosts: True if each device counts as a host.
         equal_bits: True if a recovery changes no bit; else losses differ by 1e-6 at most.
@@ -136,6 +159,7 @@ class Kind(NamedTuple):
     module: Any = Mlp()
     optimizer: Callable[[], Any] = adam
     made: Optional[Callable[[], Any]] = None
+    loss_first: bool = False
     batch: Callable[[int], Any] = batch_of
     two_hosts: bool = False
     equal_bits: bool = True
@@ -151,6 +175,7 @@ KIND_OF = {
         made=lambda: (scaled_step, scaled_state()), batch=lambda number: batch_of(number, 1e9 if number == 1 else 1.0)
     ),
     "gradient accumulation": Kind(optimizer=lambda: optax.MultiSteps(adam(), 2)),
+    "reversed results": Kind(made=lambda: (reversed_step, halves()), loss_first=True),
     "two hosts": Kind(
         (stage(0, 1, "here:0", "here:1"), stage(2, 3, "here:2", "here:3")), two_hosts=True, equal_bits=False
     ),
@@ -214,7 +239,8 @@ def trained(profile, kind, survives):
         for number in range(STEPS):
             if survives and number == KILLED_STEP:
                 kill_in_next_call(step)
-            state, loss = step(state, kind.batch(number))
+            results = step(state, kind.batch(number))
+            loss, state = results if kind.loss_first else results[::-1]
             losses.append(float(loss._value))
         return losses, digest_of(state)
 
