@@ -6,11 +6,12 @@ the digest of its program.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 from pathlib import Path
-from typing import ClassVar, Dict, Optional
+from typing import ClassVar, Dict, Mapping, Optional
 
 import msgspec
 
@@ -102,14 +103,24 @@ class LayerCache:
             LOG.warning("Layer times are measured again. %s", error)
             return {}
 
-    def keep(self, device: Device, layers: Dict[str, KeptLayer]) -> bool:
-        """Write the file of a device with these layers, the newest last; return True unless it cannot be written."""
-        path = self.path(device)
+    def keep(self, device: Device, fresh: Dict[str, KeptLayer]) -> bool:
+        """Add fresh times to a device's file, the newest last; return True unless it cannot be written."""
+        path, known = self.path(device), {}
         if path is None:
             return True
+        with contextlib.suppress(RecordError):  # the file is read again: another program may have written it meanwhile
+            known = KeptTimes.load(path).layers
         try:
-            KeptTimes(layers=dict(list(layers.items())[-_MOST_LAYERS:])).save(path)
+            KeptTimes(layers=dict(list(renewed(known, fresh).items())[-_MOST_LAYERS:])).save(path)
         except RecordError as error:
             LOG.warning("The next start times the layers again. %s", error)
             return False
         return True
+
+
+def renewed(known: Mapping[str, KeptLayer], fresh: Mapping[str, KeptLayer]) -> Dict[str, KeptLayer]:
+    """Return the layers with fresh times; a layer that has times keeps these if a second timing found none."""
+    return {
+        **known,
+        **{key: one for key, one in fresh.items() if one.times or key not in known or not known[key].times},
+    }

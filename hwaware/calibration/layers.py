@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 import msgspec
 
 from hwaware.calibration.agreeing import Errors, agreed, errors_of
-from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache
+from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache, renewed
 from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
@@ -103,9 +103,9 @@ def measured_within(
     _say_if_hosts_were_busy(kept, missing, unlike)
     if any(missing.values()):
         fresh = _timed_within(unlike, devices, missing, profile, limit_s, workload.dtype)
-        kept = {name: _renewed(known, fresh.get(name, {})) for name, known in kept.items()}
+        kept = {name: renewed(known, fresh.get(name, {})) for name, known in kept.items()}
         changed = [device for device in devices if device.id in fresh]
-        all(cache.keep(device, kept[device.id]) for device in changed)  # up to the first that cannot be written
+        all(cache.keep(device, fresh[device.id]) for device in changed)  # up to the first that cannot be written
     found = {
         name: {key: known[key].times for key in unlike if key in known and known[key].times}
         for name, known in kept.items()
@@ -149,14 +149,6 @@ def _say_if_hosts_were_busy(
             "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
             AGAIN,
         )
-
-
-def _renewed(known: Mapping[str, KeptLayer], fresh: Mapping[str, KeptLayer]) -> Dict[str, KeptLayer]:
-    """Return the layers with fresh times; a layer that has times keeps these if a second timing found none."""
-    return {
-        **known,
-        **{key: one for key, one in fresh.items() if one.times or key not in known or not known[key].times},
-    }
 
 
 def _is_missing(layer: Optional[KeptLayer], limit_s: float) -> bool:

@@ -240,14 +240,13 @@ def test_the_environment_names_the_source_of_costs(profile, monkeypatch):
 
 
 def test_a_second_timing_without_times_keeps_the_first_ones_and_its_own_limit():
-    from hwaware.calibration.cache import KeptLayer
-    from hwaware.calibration.layers import _renewed
+    from hwaware.calibration.cache import KeptLayer, renewed
     from hwaware.workload import MeasuredTime
 
     timed = {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0)}
     known = {"busy": KeptLayer(times=timed, limit_s=20.0, busy=True), "out": KeptLayer(times={}, limit_s=20.0)}
     fresh = {key: KeptLayer(times={}, limit_s=40.0) for key in known}
-    found = _renewed(known, fresh)
+    found = renewed(known, fresh)
     assert found["busy"] == known["busy"]
     assert found["out"].limit_s == 40.0  # so that the next start with this limit does not try again
 

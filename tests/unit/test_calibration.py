@@ -14,7 +14,7 @@ from builders import cluster, device, links, plan, timed, with_devices, workload
 import hwaware
 from hwaware.calibration import timers
 from hwaware.calibration.agreeing import Errors, agreed, errors_of
-from hwaware.calibration.cache import KeptLayer
+from hwaware.calibration.cache import KeptLayer, LayerCache
 from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.layers import _chosen
 from hwaware.calibration.programs import LayerSource
@@ -131,6 +131,19 @@ def test_kept_layers_without_times_on_one_device_are_refused():
     shares = {"2,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}
     with pytest.raises(ValueError, match=r"times are of \['2,1'\], expected \"1,1\" among them"):
         KeptLayer(times=shares, limit_s=30.0)
+
+
+def test_two_programs_that_time_layers_at_once_keep_the_times_of_both(tmp_path, monkeypatch):
+    monkeypatch.setenv("HWAWARE_CACHE", str(tmp_path))
+    cache, one = LayerCache("0.12.0"), device("a:0")
+    for number, times in enumerate(({}, passes(1.0))):
+        assert cache.keep(
+            one, {"both": KeptLayer(times=times, limit_s=30.0), str(number): KeptLayer(times={}, limit_s=30.0)}
+        )
+    assert {key: bool(layer.times) for key, layer in cache.known(one).items()} == {"both": True, "0": False, "1": False}
+    cache.path(one).write_text("damaged")
+    assert cache.keep(one, {"2": KeptLayer(times={}, limit_s=30.0)})
+    assert list(cache.known(one)) == ["2"]
 
 
 def log_errors(found, true_s):
