@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
 import msgspec
 
@@ -175,7 +175,7 @@ def _timed_within(
 ) -> Dict[str, Dict[str, KeptLayer]]:
     """Time what the cache lacks, on the devices that lack it.
 
-    The fastest device of each kind times all layers. The others time the heaviest ones, which tell their speed.
+    One device of each kind times all layers. The others time the heaviest ones, which tell their speed.
     """
     keys = [key for key in unlike if any(key in lacks for lacks in missing.values())]
     asked = [device for device in devices if missing[device.id]]
@@ -189,11 +189,6 @@ def _timed_within(
 
     def left_s() -> float:
         return max(0.0, start_s + limit_s - time.monotonic())
-
-    leaders = {
-        min((one for one in asked if one.kind == kind), key=lambda one: seconds_per_flop(one, dtype)).id
-        for kind in {one.kind for one in asked}
-    }
 
     def timed_by_leaders(few: int) -> Callable[[Sequence[Repeated], int], Timed]:
         def within(programs: Sequence[Repeated], working_set_bytes: int) -> Timed:
@@ -210,6 +205,7 @@ def _timed_within(
         with timers(profile, asked, start_s + limit_s) as ask:
             # Lowered here while the timers start there.
             whole = [unlike[key].make(False) for key in keys if left_s() > limit_s / 2]
+            leaders = _leaders(asked, ask("start"), dtype)
             found = times_of(whole, timed_by_leaders(2 * _HEAVIEST))
             if left_s() > limit_s / 3:
                 parts = [LayerPrograms(None, None, None, unlike[key].make(True).parts) for key in keys[: len(whole)]]
@@ -239,6 +235,15 @@ def _timed_within(
             len(untimed), len(keys), _longer(limit_s),
         )  # fmt: skip
     return fresh
+
+
+def _leaders(devices: Sequence[Device], has_started: Sequence[Any], dtype: str) -> Set[str]:
+    """Return the fastest device of each kind, if possible one whose timer has started."""
+    pairs = sorted(zip(devices, has_started), key=lambda pair: (not pair[1], seconds_per_flop(pair[0], dtype)))
+    found: Dict[str, str] = {}
+    for device, _ in pairs:
+        found.setdefault(device.kind, device.id)
+    return set(found.values())
 
 
 def _longer(limit_s: float) -> str:

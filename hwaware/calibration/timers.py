@@ -24,6 +24,8 @@ from hwaware.workload import Workload
 _LIMIT_S = 600.0
 # A timer that should have answered by the end of the calibration gets so much longer.
 _GRACE_S = 2.0
+# Part of what is left of a time limit in which timers may start: those that have started wait no longer for others.
+_STARTING = 0.5
 # Each of the three that are a device's reading: twenty-five to fifty periods of a CPU quota. A result's factors are
 # medians of its readings, twenty as a rule.
 _READING_S = 0.5
@@ -115,8 +117,8 @@ def timers(profile: ClusterProfile, devices: Sequence[Device], end_s: float = ma
     Args:
         profile: Profile of the running cluster; it numbers each host's devices.
         devices: Some of its devices.
-        end_s: Time by which timers must have answered, in `time.monotonic`. After it a timer's answer is None;
-            without it, a timer that does not answer is an error.
+        end_s: Time by which timers must have answered, in `time.monotonic`. A timer that is late is not asked again,
+            and its answers are None; without `end_s`, a timer that does not answer is an error.
     """
     kept = _KEPT.get()
     if kept is None:
@@ -152,13 +154,13 @@ def _place(device: Device, address: str, index: int) -> Place:
 
 def _ask(
     started: Mapping[str, Any],
-    hosts: Mapping[str, str],
+    hosts: Dict[str, str],
     end_s: float,
     method: str,
     *arguments: Any,
     resting: Optional[int] = None,
 ) -> List[Any]:
-    """Call a method of every timer that does not rest, and return the answers."""
+    """Call a method of every timer that does not rest, and return the answers; forget timers that are late."""
     import ray
 
     common = [one if isinstance(one, Each) else ray.put(one) for one in arguments]  # not once for each
@@ -173,8 +175,12 @@ def _ask(
     begin_s = time.monotonic()
     limit_s = min(_LIMIT_S, max(0.0, end_s - begin_s) + _GRACE_S)
     if answers and end_s < math.inf:  # one limit for all together
-        late = ray.wait([*answers.values()], num_returns=len(answers), timeout=limit_s)[1]
-        answers = {name: answer for name, answer in answers.items() if answer not in late}
+        part_s = limit_s * (_STARTING if method == "start" else 1.0)
+        ready, late = ray.wait([*answers.values()], num_returns=len(answers), timeout=part_s)
+        if not ready:
+            late = ray.wait(late, num_returns=1, timeout=limit_s - part_s)[1]
+        for name in [name for name, answer in answers.items() if answer in late]:
+            del answers[name], hosts[name]
     for name, answer in answers.items():
         try:
             results[name] = ray.get(answer, timeout=max(_GRACE_S, begin_s + limit_s - time.monotonic()))

@@ -114,8 +114,9 @@ class ProgramTimer:
     def _rest(self) -> None:
         self._outside_share.enter_context(host_devices.unthrottled())
 
-    def start(self) -> None:
-        """Do nothing; who waits for this waits until the timer runs."""
+    def start(self) -> bool:
+        """Return True; who waits for this waits until the timer runs."""
+        return True
 
     def compile(self, programs: Sequence[Repeated], working_set_bytes: int, limit_s: float = math.inf) -> int:
         """Compile programs that it does not have yet, and run each at full speed; see `timed`.

@@ -29,7 +29,7 @@ def no_timers(monkeypatch):
     """Start no timer, in tests that make up what timers find."""
     from hwaware.calibration import layers
 
-    monkeypatch.setattr(layers, "timers", lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(layers, "timers", lambda *_: contextlib.nullcontext(lambda method: [True] * 3))
 
 
 def compiled(model, profile, **options):

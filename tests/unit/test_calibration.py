@@ -16,7 +16,7 @@ from hwaware.calibration import timers
 from hwaware.calibration.agreeing import Errors, agreed, errors_of
 from hwaware.calibration.cache import KeptLayer, LayerCache
 from hwaware.calibration.filling import filled, seconds_per_flop
-from hwaware.calibration.layers import _chosen
+from hwaware.calibration.layers import _chosen, _leaders
 from hwaware.calibration.programs import LayerSource
 from hwaware.calibration.timing import Timing
 from hwaware.costs import evaluate
@@ -276,3 +276,34 @@ def test_devices_that_answer_late_one_after_the_other_share_one_limit(monkeypatc
     with pytest.raises(MeasurementError, match="not timed on device 'h1:0' within 600 s"):
         timers._ask(started, dict(zip(started, started)), math.inf, "start")
     assert clock[0] == 1600.0
+
+
+@pytest.mark.parametrize(("first_s", "waits_s"), [(1.0, 11.0), (15.0, 15.0)])
+def test_a_timer_that_starts_late_costs_the_others_half_of_the_limit(monkeypatch, first_s, waits_s):
+    """If none has started by then, the first one to start is enough."""
+    clock = [0.0]
+
+    def wait(answers, num_returns, timeout):
+        in_time = sorted(one for one in answers if one <= clock[0] + timeout)
+        clock[0] = max(clock[0], in_time[num_returns - 1]) if len(in_time) >= num_returns else clock[0] + timeout
+        return in_time, [one for one in answers if one not in in_time]
+
+    ray = SimpleNamespace(wait=wait, get=lambda answer, timeout: answer, exceptions=SimpleNamespace(RayError=KeyError))
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    monkeypatch.setattr(timers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    begun_s = {"h0:0": first_s, "h1:0": 99.0}
+    started = {name: SimpleNamespace(start=SimpleNamespace(remote=lambda s=s: s)) for name, s in begun_s.items()}
+    hosts = dict(zip(started, started))
+    assert [timers._ask(started, hosts, 20.0, "start") for _ in range(3)] == [[first_s, None]] * 3
+    assert clock[0] == waits_s
+    assert list(hosts) == ["h0:0"]
+
+
+def test_the_fastest_device_of_a_kind_that_has_started_times_all_layers():
+    devices = [device("a:0", 2.0), device("b:0", 1.0), device("c:0", 3.0), device("d:0", 1.0, kind="gpu")]
+    for has_started, leaders in (
+        ([True] * 4, {"b:0", "d:0"}),
+        ([True, None, True, None], {"a:0", "d:0"}),
+        ([None] * 4, {"b:0", "d:0"}),
+    ):
+        assert _leaders(devices, has_started, "float32") == leaders
