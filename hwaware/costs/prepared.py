@@ -20,7 +20,7 @@ from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes
 from hwaware.costs.own_times import with_microbatch_size, with_own_kinds
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
-from hwaware.workload import MeasuredTime, Workload
+from hwaware.workload import Layer, MeasuredTime, Workload
 
 T = TypeVar("T")
 # Methods of `PreparedCosts` whose newest results are kept, and how many of each: some ten MiB at most.
@@ -252,15 +252,7 @@ class PreparedCosts:
         kinds = {device.kind: self._known(device.kind, replicas, group) for device in records}
         times = [layer_times_s(layers, d, self.workload.dtype, share, group) for d in unlike]
         collectives = self._collectives_s(devices, share, replicas)
-        updates = [
-            [  # replicas update all weights, each for itself: as long as one alone does
-                update_time_s(layer, device.memory_bandwidth_bytes_per_s, group if is_split(layer) else 1)
-                if measured is None or measured.update_s is None
-                else measured.update_s
-                for layer, measured in zip(layers, kinds[device.kind])
-            ]
-            for device in unlike
-        ]
+        updates = [[self._update_s(layer, device, replicas, group) for layer in layers] for device in unlike]
         deviations = [[None if one is None else one.deviation_s for one in known] for known in kinds.values()]
         memory = {
             kind: np.array([layer_memory_bytes(one, kind, self.schedule, share, replicas, group) for one in layers])
@@ -289,6 +281,16 @@ class PreparedCosts:
         if not self._measured:
             return [None] * len(layers)
         return [measured_time(layer, kind, replicas, group) or measured_time(layer, kind, 1, group) for layer in layers]
+
+    def _update_s(self, layer: Layer, device: Device, replicas: int, group: int) -> float:
+        """Return the seconds of a layer's update: measured for such replicas, or for one, or for a single device."""
+        parts = group if is_split(layer) else 1
+        # Replicas update all weights, each for itself: as long as one alone does. Groups share them.
+        for of, scale in (((replicas, group), 1), ((1, group), 1), ((1, 1), parts)):
+            measured = measured_time(layer, device.kind, *of)
+            if measured is not None and measured.update_s is not None:
+                return measured.update_s / scale
+        return update_time_s(layer, device.memory_bandwidth_bytes_per_s, parts)
 
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
         """Return the seconds of each layer's tensor-parallel all-reduces for one microbatch, both directions."""

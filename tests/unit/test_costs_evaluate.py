@@ -154,6 +154,16 @@ def test_the_update_is_bound_by_memory_bandwidth():
     assert evaluate(plan((0, 0, "a:0")), work, cluster("a")).stages[0].update_s == 0
 
 
+def test_a_measured_update_counts_where_groups_or_replicas_measured_none():
+    known = {"cpu": {**timed(1.0, 2.0, update_s=0.8)["cpu"], "2,1": MeasuredTime(forward_s=0.5, backward_s=1.0)}}
+    whole, split = layer(measured=known), layer(tensor_parallel_bytes=1e9, measured=known)
+    for one, placed, update_s in (
+        (whole, plan((0, 0, "a:0", "b:0")), 0.8), (whole, plan((0, 0, ("a:0", "b:0"))), 0.8),
+        (split, plan((0, 0, ("a:0", "b:0"))), 0.4),
+    ):  # fmt: skip
+        assert evaluate(placed, model(one), TWO).stages[0].update_s == pytest.approx(update_s)
+
+
 def two_of_two():
     return model(layer(output_bytes=0.1e9), layer()), TWO
 
