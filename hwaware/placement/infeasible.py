@@ -82,7 +82,7 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
         return _not_found(problem)
     if math.isinf(missed[index]) and (problem.rule is not None or problem.pins):
         return (
-            f"No placement was found within {problem.time_limit_s:g} s: no device may run layer {index} "
+            f"Within the time limit, no placement was found: no device may run layer {index} "
             f"({problem.costs.workload.layers[index].name!r}) as a stage by itself, by pins or rule. To fix: pin less, "
             "or allow more shapes of stages."
         )
@@ -138,8 +138,8 @@ def _not_found(problem: Problem) -> str:
     cut = f" that cuts the {layers:,} layers only between {blocks:,} blocks" if blocks < layers else ""
     *_, needed, room = _needed_bytes(problem)
     return (
-        f"No placement was found within {problem.time_limit_s:g} s{cut}. The whole model needs {_mib(needed)} at "
-        f"least, all devices together have {_mib(room)}; it is not proved that there is none. To fix: search longer "
+        f"Within the time limit, no placement was found{cut}. The whole model needs {_mib(needed)} at least, all "
+        f"devices together have {_mib(room)}; it is not proved that there is none. To fix: search longer "
         f"(time_limit_s), pin less, or use {'fewer, larger layers, ' if cut else ''}smaller microbatches, or devices "
         "with more memory."
     )

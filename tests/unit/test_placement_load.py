@@ -119,13 +119,13 @@ def test_long_models_are_planned_in_blocks_and_keep_pins_and_rules(monkeypatch):
 
 def test_the_reason_in_blocks_claims_no_proof(monkeypatch):
     monkeypatch.setattr(blocks, "MOST_BLOCKS", 2)
-    model = workload([layer(parameter_bytes=2**20)] * 9)
-    found = hwaware.plan(model, cluster("abc", memory_bytes=13 * 2**20), num_microbatches=2, time_limit_s=1)
+    model, profile = workload([layer(parameter_bytes=2**20)] * 9), cluster("abc", memory_bytes=13 * 2**20)
+    found = hwaware.plan(model, profile, num_microbatches=2, time_limit_s=1)
     assert found.status == "feasible"  # the baselines cut it into thirds
-    found = hwaware.plan(
-        model, cluster("abc", memory_bytes=13 * 2**20), num_microbatches=2, time_limit_s=1, pins={0: "a", 1: "b"}
-    )
+    pins = {0: "a", 1: "b"}
+    found = hwaware.plan(model, profile, num_microbatches=None, global_batch=8, time_limit_s=1, pins=pins)
     assert found.status == "infeasible"
+    assert found.reason.startswith("Within the time limit, no placement was found that cuts the 9 layers only between")
     assert "it is not proved that there is none. To fix:" in found.reason
 
 
