@@ -28,7 +28,10 @@ from hwaware.cli._run import cleaning_up_when_terminated
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "adapting.json"
 SCENARIO, WELL, SLOW = "slows-midway", 0.45, 0.2
-LEFT_OUT = 10
+# First steps that do not count. Loads change from a fifth of a training on, so that many steps leave some to count.
+LEFT_OUT, LEAST_STEPS = 10, 55
+# Limits of a training [s]: to start, profile and compile, which took less than 60 s, and for each step.
+START_LIMIT_S, STEP_LIMIT_S = 300.0, 5.0
 # Name -> changes of shares: (part of the training after which they come, shares of hosts).
 TRACES: Dict[str, List[Tuple[float, Dict[str, float]]]] = {
     "calm": [],
@@ -51,6 +54,8 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
+    if min(chosen.steps, chosen.others) < LEAST_STEPS:
+        parser.error(f"--steps is {chosen.steps} and --others {chosen.others}, expected at least {LEAST_STEPS} each")
     if chosen.inside:
         address, trace, way, profile = chosen.inside
         print(json.dumps(trained(address, TRACES[trace], way, profile, chosen.steps)), flush=True)
@@ -75,7 +80,8 @@ def of_trace(trace: str, steps: int, others: int) -> Dict[str, Any]:
             line = [sys.executable, __file__, "--steps", str(steps if way == "adapts" else others)]
             line += ["--inside", bed.address, trace, way, str(profile)]
             environment = {**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"}
-            done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            limit_s = START_LIMIT_S + STEP_LIMIT_S * (steps if way == "adapts" else others)
+            done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=limit_s)
             found[way] = json.loads(done.stdout.splitlines()[-1])
         profile.unlink()
     return found

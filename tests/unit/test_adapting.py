@@ -1,12 +1,16 @@
 """Changes are noticed and named, and placements follow them where it pays; on load traces, without a cluster."""
 
+import contextlib
 import json
 import math
 import random
+import subprocess
+import sys
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
-from builders import ALL_CASES, cluster, device, layer, link, seeds, workload
+from builders import ALL_CASES, cluster, device, layer, link, script, seeds, workload
 from click.testing import CliRunner
 
 import hwaware
@@ -472,3 +476,32 @@ def test_arguments_win_over_variables(monkeypatch, given, environment, expected)
         return
     with pytest.raises(UnusableInputError, match=expected):
         settings_of(*given)
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    return script("adapting")
+
+
+def test_a_training_that_hangs_ends_the_benchmark(benchmark, tmp_path, monkeypatch):
+    hangs = tmp_path / "hangs.py"
+    hangs.write_text("import time; time.sleep(600)")
+    bed = SimpleNamespace(driver_environment=dict, hosts=(), address="10.0.0.1:6379")
+    monkeypatch.setattr(benchmark.testbed, "running", lambda scenario: contextlib.nullcontext(bed))
+    monkeypatch.setattr(benchmark, "__file__", str(hangs))
+    monkeypatch.setattr(benchmark, "START_LIMIT_S", 0.2)
+    monkeypatch.setattr(benchmark, "STEP_LIMIT_S", 0.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        benchmark.of_trace("calm", 60, 60)
+
+
+def test_a_benchmark_of_too_few_steps_is_refused_before_it_begins(benchmark, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "of_trace", None)
+    monkeypatch.setattr(sys, "argv", ["adapting.py", "--others", str(benchmark.LEAST_STEPS - 1)])
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main()
+    assert ended.value.code == 2
+    assert "--others 54, expected at least 55 each" in capsys.readouterr().err
+    for trace in benchmark.TRACES:
+        for steps in (benchmark.LEAST_STEPS, 200):
+            assert all(begin < end for begin, end in benchmark.parts(trace, steps))
