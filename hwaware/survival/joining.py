@@ -307,12 +307,11 @@ def _named(node: Node, profile: ClusterProfile) -> Tuple[str, ClusterProfile]:
 
 
 def _timed(recipe: recipes.Recipe, profile: ClusterProfile, name: str) -> Workload:
-    """Return the layers; time them on a host's devices if its kinds are new, and layers were timed before."""
+    """Return the layers; time them on a host's devices of kinds that are new, if layers were timed before."""
     assert recipe.known is not None
     workload, sources = recipe.known.workload, recipe.known.sources
-    kinds = {device.kind for device in profile.devices if device.host == name}
     known = {kind for layer in workload.layers for kind in layer.measured or ()}
-    if not sources or kinds <= known:
+    others = [device.id for device in profile.devices if device.host != name or device.kind in known]
+    if not sources or len(others) == len(profile.devices):
         return workload
-    others = [device.id for device in profile.devices if device.host != name]
     return layer_times.measured_within(workload, sources, profile, others, _LAYERS_LIMIT_S)

@@ -3,14 +3,19 @@
 from types import SimpleNamespace
 
 import pytest
+from builders import cluster as a_cluster
+from builders import device, timed, workload
 
 from hwaware import ray_cluster
 from hwaware.cluster import ClusterProfile, Host
+from hwaware.costs.own_times import with_device_times
 from hwaware.errors import UnusableInputError
+from hwaware.placement.choices import remaining
 from hwaware.profiler import beside
 from hwaware.profiler.beside import require_same
 from hwaware.ray_cluster import Node
 from hwaware.survival import joining
+from hwaware.workload import MeasuredTime
 
 
 def node(identifier, address, devices=1):
@@ -80,6 +85,19 @@ def test_a_host_takes_no_name_of_another(cluster):
     assert joining._named(cluster.nodes[0], profile)[0] == "other"
     name, rest = joining._named(node("5", "b"), profile)
     assert (name, [host.name for host in rest.hosts]) == ("h1", ["h0"])
+
+
+def test_a_host_that_joins_times_layers_on_new_kinds_alone(monkeypatch):
+    def measured(layers, sources, profile, exclude, limit_s):
+        times = [{"1,1": MeasuredTime(forward_s=9.0, backward_s=9.0)}]
+        return with_device_times(layers, profile, {one.id: times for one in remaining(profile, exclude).devices})
+
+    monkeypatch.setattr(joining.layer_times, "measured_within", measured)
+    profile = a_cluster([device("a:0"), device("new:0"), device("new:1", kind="gpu")])
+    recipe = SimpleNamespace(known=SimpleNamespace(workload=workload(1, measured=timed(0.1, 0.2)), sources=["x"]))
+    (layer,) = joining._timed(recipe, profile, "new").layers
+    assert {kind: times["1,1"].forward_s for kind, times in layer.measured.items()} == {"cpu": 0.1, "gpu": 9.0}
+    assert joining._timed(recipe, profile.without(("new:1",)), "new") is recipe.known.workload
 
 
 def test_a_host_with_other_versions_is_refused():
