@@ -12,7 +12,7 @@ from hwaware.history import History, HistoryEvent
 from hwaware.patching import failures, rescue
 from hwaware.plans import Plan
 from hwaware.survival import messages, recipes, reserving, returning
-from hwaware.survival.calls import Calls, Named
+from hwaware.survival.calls import Calls, Named, name_of
 from hwaware.survival.copying import Copies
 from hwaware.survival.recovering import Recovered, Recovery
 from hwaware.survival.vault import Drained
@@ -87,11 +87,18 @@ class Run:
         """Keep arrays that the program has restored onto its workers; wait for their copies, at most a minute."""
         self.calls.bring(arrays)
         self._copy_new()
-        end_s = time.monotonic() + _RESTORED_LIMIT_S
-        while self.copies.flights and time.monotonic() < end_s:  # no call can make these arrays again
+        end_s, names = time.monotonic() + _RESTORED_LIMIT_S, {name_of(array) for array in arrays}
+
+        def lacks_copies() -> bool:
+            point = self.copies.committed
+            return not names <= (point.shapes.keys() if point else set())
+
+        while lacks_copies() and self.vaults.up and time.monotonic() < end_s:  # no call can make these arrays again
+            if not self.copies.flights:  # a vault was lost, or cannot read the memory of a worker
+                self.copies.copy_again()
             rescue.retried(self._look)
             time.sleep(_POLL_S)
-        if self.copies.flights or not self.vaults.up:
+        if lacks_copies() or not self.vaults.up:
             LOG.warning("The restored state has no copies yet: if its host is lost before they exist, training ends.")
 
     def _copy_new(self) -> None:

@@ -23,6 +23,7 @@ from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
 from hwaware.runtime.programs import ProgramFiles
 from hwaware.survival import asking, copier, copying, draining, moving, recipes, recovering, vaults
+from hwaware.survival import run as run_module
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, Part, laid_out, opened
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, covers, digest_of
@@ -681,6 +682,28 @@ def test_a_restored_state_without_copies_is_told(has_copies, monkeypatch, caplog
     program.vaults.up = {"a": None} if has_copies else {}
     program.brought([])
     assert ("The restored state has no copies yet" in caplog.text) is not has_copies
+
+
+@pytest.mark.parametrize("is_in_time", [True, False])
+def test_a_restored_state_whose_first_copies_were_given_up_is_copied_again(is_in_time, monkeypatch, caplog):
+    """As where a vault cannot read a worker's memory, or has ended."""
+    program, restored = Run(SimpleNamespace(worker_class=None)), MagicMock()
+    program.recovery.watch = SimpleNamespace(raise_lost=lambda: None)
+    program.vaults.up = {"a": None}
+    looks = iter(range(100))
+
+    def collect():
+        program.copies.flights = []
+        if next(looks) == 1:
+            program.copies.committed = Point(0, {(0, 1): ()})
+
+    monkeypatch.setattr(program.copies, "copy", lambda: program.copies.flights.append("flight"))
+    monkeypatch.setattr(program.copies, "collect", collect)
+    if not is_in_time:
+        monkeypatch.setattr(run_module, "_RESTORED_LIMIT_S", -1.0)
+    program.brought([restored])
+    assert (program.copies.committed is not None) is is_in_time
+    assert ("The restored state has no copies yet" in caplog.text) is not is_in_time
 
 
 def test_copies_that_find_no_memory_are_the_workers_failure(monkeypatch):
