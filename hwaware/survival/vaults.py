@@ -86,7 +86,8 @@ class Vaults:
             with contextlib.suppress(ray.exceptions.RayError):  # it, or its host, has ended already
                 self.up[host] = _Up(actor, *ray.get([mailbox, process], timeout=_ANSWER_LIMIT_S))
                 self.held[host] = set()
-                actor.begin.remote(self.epoch, ())
+                if self.epoch:  # the first copies of the first epoch may overtake this call
+                    actor.begin.remote(self.epoch, ())
 
     def drop(self, hosts: Collection[str]) -> None:
         """Go on without the vaults of these hosts."""

@@ -786,7 +786,9 @@ def test_a_program_that_cannot_be_placed_again_says_so_from_then_on(error, monke
     assert [watch.failure for watch in watches] == [caught.value] * 2
 
 
-def test_a_vault_that_answers_late_is_used_later(monkeypatch):
+@pytest.mark.parametrize(("epoch", "told"), [(0, []), (3, [(3, ())])])
+def test_a_vault_that_answers_late_is_used_later(epoch, told, monkeypatch):
+    """It begins in the first epoch by itself, with all that has arrived."""
     ray = pytest.importorskip("ray")
     answers = {"mailbox": ("10.0.0.1", 7)}
 
@@ -799,12 +801,12 @@ def test_a_vault_that_answers_late_is_used_later(monkeypatch):
     monkeypatch.setattr(ray, "get", get)
     found, begun = vaults.Vaults(), []
     actor = SimpleNamespace(begin=SimpleNamespace(remote=lambda *arguments: begun.append(arguments)))
-    found._starting["10.0.0.1"] = (actor, "mailbox", "process")
+    found._starting["10.0.0.1"], found.epoch = (actor, "mailbox", "process"), epoch
     found.use_started(0)
     assert found.up == {}
     answers["process"] = 42
     found.use_started(0)
-    assert (found.up, begun) == ({"10.0.0.1": vaults._Up(actor, ("10.0.0.1", 7), 42)}, [(0, ())])
+    assert (found.up, begun) == ({"10.0.0.1": vaults._Up(actor, ("10.0.0.1", 7), 42)}, told)
 
 
 def test_a_vault_beside_no_device_stays_while_it_answers(monkeypatch):
