@@ -117,8 +117,8 @@ def timers(profile: ClusterProfile, devices: Sequence[Device], end_s: float = ma
     Args:
         profile: Profile of the running cluster; it numbers each host's devices.
         devices: Some of its devices.
-        end_s: Time by which timers must have answered, in `time.monotonic`. A timer that is late is not asked again,
-            and its answers are None; without `end_s`, a timer that does not answer is an error.
+        end_s: Time by which timers must have answered, in `time.monotonic`. A timer that is late is asked no
+            more, and its answers are None. Without `end_s`, a timer that does not answer is an error.
     """
     kept = _KEPT.get()
     if kept is None:

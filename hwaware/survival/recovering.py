@@ -76,6 +76,8 @@ class Recovery:
         self._empty: List[PlaceOfWorker] = []
         # Actors whose loss is known: an attempt that fails after it counts no further loss.
         self._gone: Set[Any] = set()
+        # Actors that the newest attempt has started early: one may take longer to import JAX than others to answer.
+        self._early: Set[Any] = set()
         self._moved_bytes = 0
 
     def run(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
@@ -134,8 +136,9 @@ class Recovery:
         known = {**actors, **self.used, **{_key(self._place_of(one)): one.actor for one in self.watch.members}}
         known = {place: actor for place, actor in known.items() if actor._actor_id not in self._gone}
         calls = {actor.clock_s.options(concurrency_group=CONTROL).remote(): place for place, actor in known.items()}
-        arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
-        left = {}
+        arrived, late = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
+        left = {calls[call]: known[calls[call]] for call in late if known[calls[call]]._actor_id in self._early}
+        is_starting = bool(left)
         for call in arrived:
             try:
                 ray.get(call)
@@ -151,7 +154,7 @@ class Recovery:
         self._vaults.listings()
         actors.clear()
         actors.update(left)
-        return bool(gone) or vaults != set(self._vaults.up)
+        return bool(gone) or is_starting or vaults != set(self._vaults.up)
 
     def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float], wanted: Optional[Plan]) -> Tuple[Plan, int]:
         """Do everything once, with these surviving workers; return the plan and the number of calls made again."""
@@ -159,7 +162,9 @@ class Recovery:
         self._stop(actors)
         virtual_mesh = self._calls.group.parent
         self._shrink(virtual_mesh)
-        actors.update(self._started_early(virtual_mesh))
+        early = self._started_early(virtual_mesh)
+        actors.update(early)
+        self._early = {actor._actor_id for actor in early.values()}
         listings = self._vaults.listings()
         before = self._copies.committed
         point = returning.newest(self._calls, self._copies, listings, self.disk)

@@ -86,7 +86,7 @@ class Run:
     def brought(self, arrays: Sequence[Any]) -> None:
         """Keep arrays that the program has restored onto its workers; wait for their copies, at most a minute."""
         self.calls.bring(arrays)
-        self._copy_new()
+        self.copies.copy_again()
         end_s, names = time.monotonic() + _RESTORED_LIMIT_S, {name_of(array) for array in arrays}
 
         def lacks_copies() -> bool:
@@ -100,11 +100,6 @@ class Run:
             time.sleep(_POLL_S)
         if lacks_copies() or not self.vaults.up:
             LOG.warning("The restored state has no copies yet: if its host is lost before they exist, training ends.")
-
-    def _copy_new(self) -> None:
-        """Copy arrays that no point has."""
-        self.copies.flights = []
-        self.copies.copy()
 
     def close(self) -> None:
         """End the vaults, and give back what was reserved."""
@@ -140,8 +135,8 @@ class Run:
             raise self.ended
         rescue.retried(lambda: self.recovery.watch.raise_lost())  # each time the watch of that moment
         call, has_new = self.calls.begin(executable, args, launch)
-        if has_new:
-            self._copy_new()
+        if has_new:  # no point has them
+            self.copies.copy_again()
         for act in list(self.at_boundary):
             act(self)
         given = list(args)

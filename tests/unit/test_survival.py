@@ -826,6 +826,21 @@ def test_a_vault_beside_no_device_stays_while_it_answers(monkeypatch):
     assert (sorted(ended), up._starting) == (["b", "d", "e"], {})
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_process_that_still_starts_is_not_lost(is_new, monkeypatch):
+    ray = pytest.importorskip("ray")
+    ended, late = [], MagicMock(_actor_id="late")
+    monkeypatch.setattr(ray, "wait", lambda calls, num_returns, timeout: ([], calls))
+    monkeypatch.setattr(ray, "kill", ended.append)
+    recovery = recovering.Recovery(None, SimpleNamespace(up={}, listings=dict), None)
+    recovery.watch, place = SimpleNamespace(members=()), ("a", (0,))
+    recovery._early = {"late"} if is_new else set()
+    actors = {place: late}
+    assert recovery._keep_left(actors)  # so that it tries again
+    expected = ({place: late}, {}, []) if is_new else ({}, {place: 1}, [late])
+    assert (actors, recovery.restarts, ended) == expected
+
+
 @pytest.mark.parametrize(("number", "count"), [(3, 2), (4, 1)])
 def test_only_a_newer_point_makes_up_for_lost_processes(number, count, monkeypatch):
     def fails(*_):
