@@ -179,6 +179,7 @@ def _ask(
         ready, late = ray.wait([*answers.values()], num_returns=len(answers), timeout=part_s)
         if not ready:
             late = ray.wait(late, num_returns=1, timeout=limit_s - part_s)[1]
+            late = ray.wait(late, num_returns=len(late), timeout=_GRACE_S)[1] if late else []  # others soon after it
         for name in [name for name, answer in answers.items() if answer in late]:
             del answers[name], hosts[name]
     for name, answer in answers.items():

@@ -278,9 +278,9 @@ def test_devices_that_answer_late_one_after_the_other_share_one_limit(monkeypatc
     assert clock[0] == 1600.0
 
 
-@pytest.mark.parametrize(("first_s", "waits_s"), [(1.0, 11.0), (15.0, 15.0)])
+@pytest.mark.parametrize(("first_s", "waits_s"), [(1.0, 11.0), (15.0, 17.0)])
 def test_a_timer_that_starts_late_costs_the_others_half_of_the_limit(monkeypatch, first_s, waits_s):
-    """If none has started by then, the first one to start is enough."""
+    """If none has started by then, the first one to start is enough, and those that follow it soon."""
     clock = [0.0]
 
     def wait(answers, num_returns, timeout):
@@ -291,12 +291,12 @@ def test_a_timer_that_starts_late_costs_the_others_half_of_the_limit(monkeypatch
     ray = SimpleNamespace(wait=wait, get=lambda answer, timeout: answer, exceptions=SimpleNamespace(RayError=KeyError))
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setattr(timers, "time", SimpleNamespace(monotonic=lambda: clock[0]))
-    begun_s = {"h0:0": first_s, "h1:0": 99.0}
+    begun_s = {"h0:0": first_s, "h1:0": 99.0, "h2:0": first_s + 1.0}
     started = {name: SimpleNamespace(start=SimpleNamespace(remote=lambda s=s: s)) for name, s in begun_s.items()}
     hosts = dict(zip(started, started))
-    assert [timers._ask(started, hosts, 20.0, "start") for _ in range(3)] == [[first_s, None]] * 3
+    assert [timers._ask(started, hosts, 20.0, "start") for _ in range(3)] == [[first_s, None, first_s + 1.0]] * 3
     assert clock[0] == waits_s
-    assert list(hosts) == ["h0:0"]
+    assert list(hosts) == ["h0:0", "h2:0"]
 
 
 def test_the_fastest_device_of_a_kind_that_has_started_times_all_layers():
