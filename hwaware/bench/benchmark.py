@@ -16,7 +16,7 @@ import msgspec
 from hwaware import ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.comparison import compare
-from hwaware.bench.enumeration import compare_with_each
+from hwaware.bench.enumeration import compare_with_each, require_few
 from hwaware.bench.environment import running_environment
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
@@ -140,7 +140,7 @@ class Benchmark:
 
         install_runtime()
         self._load_before = os.getloadavg()[0]
-        _check_places(places, self._effort)
+        self._check(places)
         self._total = len(places) * len(self._models)
         for each in places:
             left = list(self._models)
@@ -153,6 +153,27 @@ class Benchmark:
                 for model in left:
                     self._fail(each, model, error)
         return Outcome(tuple(self._paths), tuple(self._results), tuple(self._failures))
+
+    @property
+    def _measures_each(self) -> bool:
+        return BEST_MEASURED in self._effort.wanted.names
+
+    def _layers(self, model: NamedModel) -> int:
+        return self._effort.num_layers or model.config.blocks
+
+    def _check(self, places: Sequence[Place]) -> None:
+        """Refuse places that share a result file, and changing or large ones if every mapping is to run on them."""
+        for each in places if self._measures_each else ():
+            if not isinstance(each, Scenario):
+                continue
+            if each.later is not None:
+                raise UnusableInputError(
+                    f"{each.name} changes midway, so {BEST_MEASURED} has no single cluster to search.",
+                    f"leave {BEST_MEASURED} out, or choose scenarios without `later`.",
+                )
+            for model in self._models:
+                require_few(sum(map(each.devices_of, each.hosts())), self._layers(model))
+        file_names([_name(each) for each in places])
 
     @contextlib.contextmanager
     def _cluster(self, each: Place) -> Iterator[Union[Testbed, str]]:
@@ -200,8 +221,9 @@ class Benchmark:
     def _result(self, each: Place, bed: Union[Testbed, str], model: NamedModel, say: Say) -> BenchmarkResult:
         import hwaware.models
 
-        layers = self._effort.num_layers or model.config.blocks
-        effort = self._effort._replace(num_layers=layers, deadline_s=self._deadline_s())
+        effort = self._effort._replace(num_layers=self._layers(model), deadline_s=self._deadline_s())
+        if self._measures_each and isinstance(bed, str):  # `_check` could not know its devices
+            require_few(sum(node.num_gpus for node in ray_cluster.nodes()), effort.num_layers)
         later = each.later if isinstance(each, Scenario) else None
         if later is not None and isinstance(bed, Testbed):
             for host in later.shares:  # an earlier model's run has slowed these hosts down
@@ -212,7 +234,7 @@ class Benchmark:
             if later is not None and isinstance(bed, Testbed):
                 again = functools.partial(self._profile, bed)
                 return compare_midway(task, bed, later, _name(each), model.name, again)
-            compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
+            compared = compare_with_each if self._measures_each else compare
             return compared(task, _name(each), model.name)
 
     def _deadline_s(self) -> Optional[float]:
@@ -265,17 +287,6 @@ class Benchmark:
 
 def _name(each: Place) -> str:
     return each if isinstance(each, str) else each.name
-
-
-def _check_places(places: Sequence[Place], effort: Effort) -> None:
-    """Refuse places that share a result file, and changing clusters if every mapping is to run on them."""
-    changing = next((each.name for each in places if isinstance(each, Scenario) and each.later is not None), None)
-    if changing is not None and BEST_MEASURED in effort.wanted.names:
-        raise UnusableInputError(
-            f"{changing} changes midway, so {BEST_MEASURED} has no single cluster to search.",
-            f"leave {BEST_MEASURED} out, or choose scenarios without `later`.",
-        )
-    file_names([_name(each) for each in places])
 
 
 def file_names(scenarios: Sequence[str]) -> List[str]:

@@ -7,6 +7,7 @@ the other candidates. So the mapping called best is not merely the luckiest.
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from typing import Iterator, List, Sequence
 
@@ -31,12 +32,28 @@ _STEPS = 5
 _AGAIN = 3
 
 
+def require_few(devices: int, layers: int) -> None:
+    """Refuse a cluster and a model that have too many mappings to measure each.
+
+    Raises:
+        UnusableInputError: The mappings are too many.
+    """
+    stages = range(1, min(devices, layers) + 1)
+    if sum(math.comb(layers - 1, count - 1) * math.perm(devices, count) for count in stages) > MOST_MAPPINGS:
+        raise UnusableInputError(
+            f"{devices} devices and {layers} layers have more than {MOST_MAPPINGS} mappings: {BEST_MEASURED} would "
+            "take too long to measure each.",
+            "use fewer layers (--layers) or a smaller cluster; 3 hosts and 5 layers have 63 mappings.",
+        )
+
+
 def every_mapping(workload: Workload, profile: ClusterProfile, num_microbatches: int) -> List[Candidate]:
     """Return every mapping with one device a stage, the fastest predicted first; devices may stay idle.
 
     Raises:
         UnusableInputError: The mappings are too many to measure.
     """
+    require_few(len(profile.devices), len(workload.layers))
     costs = PreparedCosts(workload, profile)
     found: List[Candidate] = []
     for plan in _plans(len(workload.layers), [device.id for device in profile.devices], num_microbatches):
@@ -45,12 +62,6 @@ def every_mapping(workload: Workload, profile: ClusterProfile, num_microbatches:
         except PlanError:  # no link joins two neighbours, so it cannot run
             continue
         found.append(Candidate(f"each-{len(found) + 1}", plan, step_s))
-        if len(found) > MOST_MAPPINGS:
-            raise UnusableInputError(
-                f"{len(profile.devices)} devices and {len(workload.layers)} layers have more than {MOST_MAPPINGS} "
-                f"mappings: {BEST_MEASURED} would take too long to measure each.",
-                "use fewer layers (--layers) or a smaller cluster; 3 hosts and 5 layers have 63 mappings.",
-            )
     return sorted(found, key=lambda one: one.predicted_step_s)
 
 

@@ -22,6 +22,7 @@ from hwaware.bench.task import Effort, Task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later, Scenario
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
+from hwaware.ray_cluster import Node
 from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.timeline import Timeline
@@ -423,6 +424,28 @@ def test_places_that_share_a_file_or_change_midway_are_refused(benchmark):
     with pytest.raises(UnusableInputError, match=r"slow changes midway.*To fix: "):
         made.run([scenario("one"), scenario("slow", later=Later(after_steps=0, shares={"a": 0.2}))])
     assert (open_clusters, lines) == ([], [])
+
+
+def test_too_many_mappings_are_refused_before_anything_is_measured(benchmark, monkeypatch):
+    _, _, open_clusters, lines = benchmark
+    wanted = Wanted(("hwaware", "best-measured"))
+    effort = Effort(num_layers=9, num_microbatches=2, microbatch_size=4, wanted=wanted)
+    made = Benchmark([named_model("mlp", {})], effort, Path("nowhere"), True, lines.append)
+    with pytest.raises(UnusableInputError, match=r"3 devices and 9 layers have more than 100 mappings.*To fix: "):
+        made.run([scenario("one"), scenario("large", devices={"a": 3})])
+    assert (open_clusters, lines) == ([], [])
+
+
+def test_too_many_mappings_of_a_running_cluster_are_refused_before_it_is_measured(monkeypatch):
+    nodes = [Node("", "", "", {"GPU": 3.0}), Node("", "", "", {})]
+    monkeypatch.setattr("hwaware.ray_cluster.nodes", lambda: nodes)
+    lines = []
+    wanted = Wanted(("hwaware", "best-measured"))
+    effort = Effort(num_layers=9, num_microbatches=2, microbatch_size=4, wanted=wanted)
+    made = Benchmark([named_model("mlp", {})], effort, Path("nowhere"), True, lines.append)
+    with pytest.raises(UnusableInputError, match=r"3 devices and 9 layers have more than 100 mappings"):
+        made._result("10.0.0.1:6379", "10.0.0.1:6379", made._models[0], lines.append)
+    assert lines == []
 
 
 def test_a_mapping_that_diverges_is_left_out_with_its_reason(task, monkeypatch):
