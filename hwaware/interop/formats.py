@@ -49,7 +49,11 @@ FORMATS: Dict[str, Format] = {
 
 
 # What the commands need that write the files.
-_OPTIONS = {"iperf3": " --json", "nvbandwidth": " --format json", "nccl-tests": " (all_reduce_perf and others)"}
+_OPTIONS = {
+    "iperf3": " --json",
+    "nvbandwidth": ", as text or with --format json",
+    "nccl-tests": " (all_reduce_perf and others)",
+}
 
 
 def recognised(text: str) -> Optional[str]:

@@ -1038,6 +1038,7 @@ def test_files_of_hwaware_alpa_and_nobody(name, tmp_path):
     assert "is not the output of" in refused(name, "hello", tmp_path)
     assert "output of iperf3 --json." in refused("iperf3", "hello", tmp_path)
     assert "is not the output of" in refused(name, "", tmp_path)
+    assert "output of nvbandwidth, as text or with --format json." in refused("nvbandwidth", "", tmp_path)
 
 
 def test_the_help_lists_each_format_in_one_line():
