@@ -22,14 +22,18 @@ def command(address: Optional[str], verbose: bool, as_json: bool) -> None:
     """Show what is installed, which overrides of Alpa fit, and the command that installs what is missing.
 
     The command changes nothing. It exits with 0 if all installed parts fit together, even where optional parts are
-    missing. It exits with 1 if an installed part does not fit, or if hwaware itself lacks a package.
+    missing. It exits with 1 if an installed part does not fit, if hwaware itself lacks a package, or if no cluster
+    answers.
 
     \b
     Example:
         hwaware doctor --address 10.0.0.1:6379
     """  # noqa: D301
     from hwaware.cli._findings import examine
+    from hwaware.ray_cluster import split_address
 
+    if address is not None and address != "auto":
+        split_address(address)
     with waiting("Looking at packages, devices and Alpa ..."):
         document = examine(address)
     if as_json:

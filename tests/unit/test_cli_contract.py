@@ -79,6 +79,7 @@ REFUSED = (
     (["bench", "-o", CLUSTER], "is a file"),
     (["bench", "slow-and-fast"], "slow-and-fast"),
     (["bench", "slow-and-fast", "--faults"], "slow-and-fast"),
+    (["doctor", "--address", "nowhere"], "'nowhere' is not the address of a Ray cluster"),
     (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
     (["completion", "tcsh"], "tcsh"),
     (["nosuch"], "nosuch"),
