@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional,
 
 import click
 
-from hwaware.errors import HwawareError
+from hwaware.errors import HwawareError, UnusableInputError
 from hwaware.formatting import counted
 from hwaware.records import require_writable
 
@@ -52,6 +52,8 @@ _IMPORTING = "<frozen importlib._bootstrap>"
 _AGAIN_S, _IMPORT_LIMIT_S = 0.05, 20.0
 # A full disk, quota or device behind standard output; click ends quietly where the reader of a pipe has gone.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Parameters that name a file or folder to write.
+_OUTPUTS = ("output", "plotted", "page", "workload_output")
 # Streams that take the JSON document while all other output goes to standard error; the newest last.
 _results: List[TextIO] = []
 
@@ -60,7 +62,8 @@ def reports_errors(function: F) -> F:
     """Turn a command's errors into one message on standard error and an exit code.
 
     A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
-    so that no testbed or cluster stays behind. An output that cannot be written is an error before the command runs.
+    so that no testbed or cluster stays behind. An output that cannot be written, or two outputs with one path, are an
+    error before the command runs.
     Standard output that is full is an error too. It gets escapes for characters that its encoding lacks.
 
     With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to
@@ -71,9 +74,14 @@ def reports_errors(function: F) -> F:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         _escape_unknown_characters()
         try:
-            outputs = (kwargs.get(name) for name in ("output", "plotted", "page"))
-            for output in (one for one in outputs if one is not None):  # a file, or a folder of some commands
+            outputs = [kwargs[name] for name in _OUTPUTS if kwargs.get(name) is not None]
+            for output in outputs:  # a file, or a folder of some commands
                 require_writable(os.path.join(output, "file") if os.path.isdir(output) else output)
+            if len({*map(os.path.realpath, outputs)}) < len(outputs):
+                raise UnusableInputError(
+                    f"The outputs {' and '.join(outputs)} are one file: the second would replace the first.",
+                    "give each output a path of its own.",
+                )
             with cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except HwawareError as error:

@@ -198,10 +198,15 @@ def iterations(file: str, asked: Tuple[str, ...], as_json: bool) -> None:
 @command.command("refit", short_help="Correct a profile by the steps of a result.")
 @click.argument("result", type=click.Path(dir_okay=False))
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Corrected profile to write (cluster.json).")
-@click.option("--workload", type=click.Path(dir_okay=False), help="Corrected workload to write (workload.json).")
+@click.option(
+    "--workload",
+    "workload_output",
+    type=click.Path(dir_okay=False),
+    help="Corrected workload to write (workload.json).",
+)
 @json_option
 @reports_errors
-def refit(result: str, output: Optional[str], workload: Optional[str], as_json: bool) -> None:
+def refit(result: str, output: Optional[str], workload_output: Optional[str], as_json: bool) -> None:
     """Find factors by which a cluster differs from its profile, from the measured steps of RESULT.
 
     RESULT is a file of `hwaware bench` or `hwaware demo`. Each kind of device has a factor for its computations, and
@@ -232,7 +237,7 @@ def refit(result: str, output: Optional[str], workload: Optional[str], as_json: 
     found = fit(observed, model, profile)
     corrected = found.applied(model, profile)
     errors = {"before": error((model, profile), observed), "after": error(corrected, observed)}
-    for path, record in ((workload, corrected[0]), (output, corrected[1])):
+    for path, record in ((workload_output, corrected[0]), (output, corrected[1])):
         if path is not None:
             record.save(path)
     if as_json:
