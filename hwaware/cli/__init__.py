@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import List, Optional
+from typing import Any, List, Optional
 
 import click
 
@@ -33,6 +33,16 @@ COMMANDS = {
 
 class _LazyGroup(click.Group):
     """A group that imports a command's module only to run it or to show its help."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the command line; say in one message if the help finds no room on standard output."""
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:
+            from hwaware.cli._run import exit_if_full
+
+            exit_if_full(error)
+            raise
 
     def list_commands(self, ctx: click.Context) -> List[str]:
         return list(COMMANDS)

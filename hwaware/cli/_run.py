@@ -88,17 +88,20 @@ def reports_errors(function: F) -> F:
             click.echo(f"Error: {error}", err=True)
             sys.exit(error.exit_code)
         except OSError as error:
-            if error.errno not in _FULL or error.filename is not None:
-                raise
-            click.echo(
-                f"Error: The output cannot be written: {error.strerror}. To fix: free space on the disk.", err=True
-            )
-            sys.exit(HwawareError.exit_code)
+            exit_if_full(error)
+            raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)
 
     return wrapped  # type: ignore[return-value]  # functools.wraps keeps the signature; mypy cannot see that
+
+
+def exit_if_full(error: OSError) -> None:
+    """End the program with one message if the error says that standard output is full."""
+    if error.errno in _FULL and error.filename is None:
+        click.echo(f"Error: The output cannot be written: {error.strerror}. To fix: free space on the disk.", err=True)
+        sys.exit(HwawareError.exit_code)
 
 
 def _escape_unknown_characters() -> None:

@@ -79,10 +79,10 @@ REFUSED = (
     (["testbed", "down", "no such testbed"], "no such testbed"),
     (["demo", "-o", CLUSTER], "is a file"),
     (["drain", "h1", "--address", "nowhere"], "nowhere"),
+    (["doctor", "--address", "nowhere"], "'nowhere' is not the address of a Ray cluster"),
     (["bench", "-o", CLUSTER], "is a file"),
     (["bench", "slow-and-fast"], "slow-and-fast"),
     (["bench", "slow-and-fast", "--faults"], "slow-and-fast"),
-    (["doctor", "--address", "nowhere"], "'nowhere' is not the address of a Ray cluster"),
     (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
     (["completion", "tcsh"], "tcsh"),
     (["nosuch"], "nosuch"),
@@ -160,6 +160,18 @@ def test_how_a_command_ends(error, code, words):
 
     outcome = CliRunner().invoke(ends, [])
     assert (outcome.exit_code, outcome.stderr, outcome.stdout) == (code, words, "")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"], ["testbed", "up", "--help"]])
+def test_help_on_a_full_disk_is_one_message(arguments):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "hwaware", *arguments]
+        shown = subprocess.run(
+            command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    message = "Error: The output cannot be written: No space left on device. To fix: free space on the disk.\n"
+    assert (shown.returncode, shown.stderr) == (1, message)
 
 
 def test_characters_that_the_output_lacks_are_escaped(tmp_path):
