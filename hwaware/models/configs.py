@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import ClassVar, Dict, Type
 
 from hwaware.errors import UnusableInputError
@@ -28,10 +29,12 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
                 raise UnusableInputError(
-                    f"{field.name} is {value!r}, expected a whole number, at least 1.", f"set {field.name} to one."
+                    f"{field.name} is {value!r}, expected a whole number, at least 1.",
+                    f"set {field.name} to such a number.",
                 )
+            object.__setattr__(self, field.name, int(value))  # NumPy's integers would overflow
 
     def _require_multiple(self, large: str, small: str) -> None:
         values = getattr(self, large), getattr(self, small)

@@ -11,6 +11,7 @@ import pytest
 from builders import device, link
 
 import hwaware
+import hwaware.models
 from hwaware.adapting import following
 from hwaware.adapting.drift import Drift
 from hwaware.adapting.pace import Pace, Watched
@@ -19,7 +20,7 @@ from hwaware.bench.testbed import layout, manager
 from hwaware.bench.testbed import state as records
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile, PartialProfile
-from hwaware.errors import MeasurementError, ProfileMismatchError, RecordError
+from hwaware.errors import MeasurementError, ProfileMismatchError, RecordError, UnusableInputError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.profiler import measure
 from hwaware.profiler.flags import all_flags
@@ -120,6 +121,19 @@ def test_names_with_dollar_signs_are_no_formulas(tmp_path):
     figure.text(0.5, 0.5, r"$\foo$ and a$b_c$")
     figure.savefig(tmp_path / "names.svg")
     assert r"$\foo$ and a$b_c$" in (tmp_path / "names.svg").read_text()
+
+
+@pytest.mark.parametrize("number", [numpy.int8, numpy.int64])
+def test_sizes_of_models_may_be_integers_of_numpy(number):
+    config = hwaware.models.GptConfig(hidden=number(64), heads=number(2))
+    assert config == hwaware.models.GptConfig(hidden=64, heads=2)
+    assert 4 * config.hidden == 256
+
+
+@pytest.mark.parametrize("value", [True, numpy.True_, 2.0, numpy.float64(2), 0, numpy.int64(-1), "2"])
+def test_sizes_of_models_are_whole_numbers(value):
+    with pytest.raises(UnusableInputError, match="expected a whole number, at least 1"):
+        hwaware.models.GptConfig(hidden=value)
 
 
 @pytest.mark.parametrize("message_s", [5e-4, 5e-3])
