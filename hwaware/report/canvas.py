@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import warnings
 from pathlib import Path
 from typing import Any, Dict, Sequence
 
@@ -14,6 +15,12 @@ STAGE_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2
 IDLE = "#d8d8d8"
 INK = "#404040"
 DOTS_PER_INCH = 130
+# Fonts of common systems with Chinese and Japanese characters, which matplotlib's own font lacks.
+_EAST_ASIAN = (
+    "Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "Droid Sans Fallback", "WenQuanYi Zen Hei",
+    "WenQuanYi Micro Hei", "IPAexGothic", "IPAGothic", "Microsoft YaHei", "Yu Gothic", "PingFang SC", "Hiragino Sans",
+    "Arial Unicode MS",
+)  # fmt: skip
 
 
 def stage_colour(stage: int) -> str:
@@ -34,8 +41,11 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: searchable, and small
     matplotlib.rcParams["text.parse_math"] = False  # names may have dollar signs
-    from matplotlib import pyplot
+    from matplotlib import font_manager, pyplot
 
+    installed = {font.name for font in font_manager.fontManager.ttflist}
+    family = [*matplotlib.rcParams["font.family"], *(name for name in _EAST_ASIAN if name in installed)]
+    matplotlib.rcParams["font.family"] = list(dict.fromkeys(family))
     return pyplot
 
 
@@ -58,14 +68,22 @@ def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None
     axis.annotate(words, (x, y), textcoords="offset points", va="center", fontsize=8, **side)
 
 
-def _laid_out(figure: Any) -> Any:
-    """Arrange a figure's panels and words once, since every format would solve for the same arrangement again."""
+def _written(figure: Any, **options: Any) -> bytes:
+    """Return a figure as the content of a file.
+
+    The function arranges panels and words once, since every format would solve for the same arrangement again. Text in
+    SVG needs no glyphs, and where no font has a character, the picture shows a box: warnings would tell nothing new.
+    """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
-        figure.draw_without_rendering()
-        figure.set_layout_engine("none")
-    return figure
+    drawn = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Glyph \d+ .*missing from")
+        if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+            figure.draw_without_rendering()
+            figure.set_layout_engine("none")
+        figure.savefig(drawn, **options)
+    return drawn.getvalue()
 
 
 def save(figure: Any, path: PathLike, close: bool = True) -> None:
@@ -74,9 +92,8 @@ def save(figure: Any, path: PathLike, close: bool = True) -> None:
     Raises:
         UnusableInputError: matplotlib does not know the ending, or the file cannot be written.
     """
-    drawn = io.BytesIO()
     try:
-        _laid_out(figure).savefig(drawn, format=Path(path).suffix[1:], dpi=DOTS_PER_INCH)
+        drawn = _written(figure, format=Path(path).suffix[1:], dpi=DOTS_PER_INCH)
     except (ValueError, RuntimeError) as error:  # an ending that matplotlib does not know, or .pgf without TeX
         raise UnusableInputError(
             f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg."
@@ -84,7 +101,7 @@ def save(figure: Any, path: PathLike, close: bool = True) -> None:
     finally:
         if close:
             pyplot().close(figure)
-    write_bytes(path, drawn.getvalue())
+    write_bytes(path, drawn)
 
 
 def _numbered_ids(text: str) -> str:
@@ -103,12 +120,11 @@ def svg_text(figure: Any, name: str) -> str:
         figure: The figure.
         name: Prefix of the element's ids, unique on the page.
     """
-    buffer = io.StringIO()
     plots = pyplot()
     with plots.rc_context({"svg.hashsalt": f"hwaware {name}"}):
-        _laid_out(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        drawn = _written(figure, format="svg", metadata={"Date": None, "Creator": None})
     plots.close(figure)
-    text = _numbered_ids(buffer.getvalue())
+    text = _numbered_ids(drawn.decode())
     # matplotlib calls elements axes_1, patch_2 and so on in every figure.
     return (
         text[text.index("<svg") :]

@@ -123,6 +123,30 @@ def test_names_with_dollar_signs_are_no_formulas(tmp_path):
     assert r"$\foo$ and a$b_c$" in (tmp_path / "names.svg").read_text()
 
 
+@pytest.mark.parametrize("ending", ["png", "svg", "pdf"])
+def test_names_whose_characters_no_font_has_are_drawn_without_warnings(ending, tmp_path):
+    pytest.importorskip("matplotlib")
+    from hwaware.report import plots
+
+    name = "主机\U0010fffd"  # Chinese, and a character that nobody has defined
+    profile = hwaware.ClusterProfile.uniform(hosts=2)
+    renamed = tuple(msgspec.structs.replace(one, kind=name) for one in profile.devices)
+    plots.plot(msgspec.structs.replace(profile, devices=renamed), tmp_path / f"names.{ending}")
+    assert ending != "svg" or name in (tmp_path / "names.svg").read_text("utf-8")
+
+
+def test_pictures_fall_back_to_a_font_with_the_characters(monkeypatch):
+    matplotlib = pytest.importorskip("matplotlib")
+    from hwaware.report import canvas
+
+    monkeypatch.setattr(canvas, "_EAST_ASIAN", ("A font that nobody has", "STIXGeneral"))
+    with matplotlib.rc_context():
+        figure = canvas.pyplot().figure()
+        figure.text(0.5, 0.5, "\u1d81")  # STIX has it, DejaVu does not: matplotlib would warn
+        figure.draw_without_rendering()
+        canvas.pyplot().close(figure)
+
+
 @pytest.mark.parametrize("number", [numpy.int8, numpy.int64])
 def test_sizes_of_models_may_be_integers_of_numpy(number):
     config = hwaware.models.GptConfig(hidden=number(64), heads=number(2))
