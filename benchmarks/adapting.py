@@ -93,6 +93,7 @@ def trained(
 ) -> Dict[str, Any]:
     """Train on a running testbed, and return all times."""
     bed = testbed.find(address)
+    assert bed is not None
     bed.enter()
     import ray
 

@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import List
 
 import hwaware
 
@@ -27,7 +28,7 @@ def plain_flops_per_s(flops: float) -> float:
     left, right = (jax.random.uniform(key, (edge, edge), jnp.bfloat16, -1.0, 1.0) for key in keys)
     product = jax.jit(jnp.matmul)
     product(left, right).block_until_ready()
-    rates = []
+    rates: List[float] = []
     for _ in range(REPEATS):
         start_s = time.perf_counter()
         for _ in range(CALLS):

@@ -62,32 +62,40 @@ def _results(source: str) -> Iterator[Row]:
         result = BenchmarkResult.load(path)
         if source == "model":
             result = _unmeasured(result)
+        workload, profile = _inputs(result)
         for mapping in {one.name: one for one in (*result.enumerated, *result.mappings)}.values():
             if mapping.name == BEFORE:
                 continue
             try:
-                step_s = evaluate(mapping.plan, result.workload, result.profile).step_s
+                step_s = evaluate(mapping.plan, workload, profile).step_s
             except HwawareError as error:
                 print(f"left out: {path.name} {mapping.name}: {error}", file=sys.stderr)
                 continue
             priced = msgspec.structs.replace(mapping, predicted_step_s=step_s)
             measured_s, at_speed_s = mapping.typical(mapping.predictable_s), prediction_at_speed_s(priced, result)
-            usual_s = step_s + late_s(mapping.plan, result.workload, result.profile)
+            usual_s = step_s + late_s(mapping.plan, workload, profile)
             name = str(path.relative_to(RESULTS))
             yield Row(name, result.scenario, math.log(measured_s / usual_s), math.log(measured_s / at_speed_s))
 
 
+def _inputs(result: BenchmarkResult) -> Tuple[Workload, ClusterProfile]:
+    assert result.workload is not None
+    assert result.profile is not None
+    return result.workload, result.profile
+
+
 def _unmeasured(result: BenchmarkResult) -> BenchmarkResult:
     """Return the result as if nobody had measured layers, or what the runtime adds to them."""
-    layers = tuple(msgspec.structs.replace(layer, measured=None) for layer in result.workload.layers)
+    workload, profile = _inputs(result)
+    layers = tuple(msgspec.structs.replace(layer, measured=None) for layer in workload.layers)
     devices = tuple(
         msgspec.structs.replace(device, pass_s=None, sum_bytes_per_s=None, head_start_s=None)
-        for device in result.profile.devices
+        for device in profile.devices
     )
     return msgspec.structs.replace(
         result,
-        workload=msgspec.structs.replace(result.workload, layers=layers),
-        profile=msgspec.structs.replace(result.profile, devices=devices),
+        workload=msgspec.structs.replace(workload, layers=layers),
+        profile=msgspec.structs.replace(profile, devices=devices),
     )
 
 
@@ -141,7 +149,7 @@ def errors(found: Sequence[Row]) -> Errors:
 
 def _quantile(weighted: Sequence[Tuple[float, float]], part: float) -> float:
     values, weights = (np.array(each) for each in zip(*sorted(weighted)))
-    place = np.searchsorted(np.cumsum(weights) / weights.sum(), part)
+    place = int(np.searchsorted(np.cumsum(weights) / weights.sum(), part))
     return float(values[min(place, len(values) - 1)])
 
 

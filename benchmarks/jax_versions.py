@@ -75,7 +75,7 @@ def inside(scenario: str, plan: Path, name: str) -> None:
         from hwaware import models, profiler
 
         profile = profiler.profile(bed.address, quick=True)
-        given = {"plan": str(plan)} if plan.exists() else {"solver": SOLVERS[name]}
+        given: Dict[str, Any] = {"plan": str(plan)} if plan.exists() else {"solver": SOLVERS[name]}
         hwaware.enable(profile, costs="model", **given)
         import alpa
         import jax

@@ -47,7 +47,7 @@ CASES: Dict[str, Case] = {
 
 def cluster(address: str) -> ClusterProfile:
     """Like devices of this machine with memory for everything."""
-    curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
+    curve: Dict[str, Tuple[MatrixProduct, ...]] = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
     devices = tuple(
         Device(id=f"here:{k}", host="here", kind="cpu", memory_bytes=1 << 40, throughput=curve) for k in range(DEVICES)
     )

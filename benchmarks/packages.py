@@ -72,13 +72,13 @@ def build(folder: Path) -> Path:
         (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, folder / "copy" / name, follow_symlinks=False)
     make = "import sys; from setuptools.build_meta import build_sdist as b, build_wheel as w; {}(sys.argv[1])"
-    run = {"check": True, "stdout": subprocess.DEVNULL, "env": clean_environment()}
-    subprocess.run([sys.executable, "-c", make.format("b"), str(folder)], cwd=folder / "copy", **run)
+    run = functools.partial(subprocess.run, check=True, stdout=subprocess.DEVNULL, env=clean_environment())
+    run([sys.executable, "-c", make.format("b"), str(folder)], cwd=folder / "copy")
     (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(folder)
     (source,) = (path for path in folder.glob("hwaware-*") if path.is_dir())
-    subprocess.run([sys.executable, "-c", make.format("w"), str(folder)], cwd=source, **run)
+    run([sys.executable, "-c", make.format("w"), str(folder)], cwd=source)
     (wheel,) = folder.glob("*.whl")
     tops = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
     packages = {path.parent.name for path in source.glob("*/__init__.py")}
@@ -117,10 +117,9 @@ def environment_for(python: str, pythons: Optional[Path], folder: Path, wheel: P
 
 def install(interpreter: Path, wheel: Path, *more: str) -> None:
     """Install the wheel, also over an older build of the same version."""
-    pip = [interpreter, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    run = {"check": True, "env": clean_environment(), "cwd": wheel.parent}
-    subprocess.run([*pip, wheel, *more], **run)
-    subprocess.run([*pip, "--no-deps", "--force-reinstall", wheel], **run)
+    pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    for asked in ([str(wheel), *more], ["--no-deps", "--force-reinstall", str(wheel)]):
+        subprocess.run([*pip, *asked], check=True, env=clean_environment(), cwd=wheel.parent)
 
 
 def find_python(python: str, pythons: Optional[Path]) -> str:
@@ -152,7 +151,7 @@ def failures(interpreter: Path, place: Path, checks: Any) -> List[str]:
 def tested(interpreter: Path, place: Path, tests: List[str], log: Path) -> str:
     """What the tests came to, in pytest's words."""
     # Warnings of libraries of other ages than the pinned ones are not errors here.
-    command = [interpreter, "-m", "pytest", "-q", "-W", "ignore", *tests]
+    command = [str(interpreter), "-m", "pytest", "-q", "-W", "ignore", *tests]
     with log.open("w") as file:
         done = subprocess.run(
             command, cwd=place, stdout=file, stderr=file, env=clean_environment(), timeout=LIMIT_S, check=False
@@ -163,7 +162,7 @@ def tested(interpreter: Path, place: Path, tests: List[str], log: Path) -> str:
 
 def installed(interpreter: Path, names: Set[str]) -> Dict[str, str]:
     """The versions of those of the packages that are there."""
-    command = [interpreter, "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
+    command = [str(interpreter), "-m", "pip", "list", "--format=json", "--disable-pip-version-check"]
     listed = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, cwd="/").stdout)
     return {entry["name"].lower(): entry["version"] for entry in listed if entry["name"].lower() in names}
 

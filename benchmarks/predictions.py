@@ -71,7 +71,7 @@ def row(name: str, pairs: Iterable[Pairs], bound: str = "") -> Row:
     measured = np.concatenate([m for _, m in collected])
     errors = predicted / measured - 1
     size = np.abs(errors)
-    correlation = rank_correlation(predicted, measured)
+    correlation = rank_correlation(predicted.tolist(), measured.tolist())
     assert correlation is not None, name  # every row has several different values
     return Row(
         name, len(errors), float(size.mean()), float(np.median(size)), float(np.quantile(size, 0.9)),

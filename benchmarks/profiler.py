@@ -74,7 +74,7 @@ def true_ratios(bed: Testbed) -> Dict[str, float]:
     from share_speed import speed_under_share  # the testbed's tests use it too
 
     found = {f"{host}:0": speed_under_share(bed, host) for host in bed.scenario.shares}
-    first = next(iter(found.values()))
+    first: float = next(iter(found.values()))
     return {name: speed / first for name, speed in found.items()}
 
 
@@ -138,7 +138,8 @@ def directed(scenario: Scenario, runs: List[Dict[str, Any]]) -> Dict[str, Any]:
 
 def worst(runs: List[Dict[str, Any]], key: str, error: str = "error") -> float:
     """The largest error of all runs."""
-    return max(abs(entry[error]) for one in runs for entry in one[key].values())
+    largest: float = max(abs(entry[error]) for one in runs for entry in one[key].values())
+    return largest
 
 
 @cleaning_up_when_terminated()
@@ -164,7 +165,7 @@ def main() -> int:
         mode: [report(profile, wall_s, scenario, truth) for profile, wall_s in both] for mode, both in found.items()
     }
     everything = [one for both in runs.values() for one in both]
-    seen = {
+    seen: Dict[str, Any] = {
         "worst_share_error": {mode: worst(runs[mode], "share_ratio") for mode in runs},
         "worst_share_error_from_measured": {
             mode: worst(runs[mode], "share_ratio", "error_from_measured") for mode in runs
@@ -174,12 +175,12 @@ def main() -> int:
         "slowest_wall_s": {mode: max(one["wall_s"] for one in runs[mode]) for mode in runs},
         "directed": directed(scenario, everything),
     }
-    first = found["full"][0][0]
+    environment = found["full"][0][0].environment or {}
     document = {
         "environment": {
             "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
             "processors": os.cpu_count(),
-            "versions": first.environment["versions"],
+            "versions": environment["versions"],
             "load_average": os.getloadavg(),
         },
         "limits": LIMITS,

@@ -95,7 +95,7 @@ class Mixer(nn.Module):
         return ((found - patches.mean(-1, keepdims=True)) ** 2).mean()
 
 
-MODELS = {"language": Language, "vision": Vision, "mixer": Mixer}
+MODELS: Dict[str, Any] = {"language": Language, "vision": Vision, "mixer": Mixer}
 LAYERS = 8
 
 

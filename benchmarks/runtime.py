@@ -24,7 +24,7 @@ import math
 import os
 import statistics
 import sys
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import hwaware
 from hwaware import profiler, ray_cluster
@@ -39,6 +39,7 @@ from hwaware.patching import batches
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import kernel_reference, processors_reference_s
 from hwaware.runtime import settings
+from hwaware.timeline import Sends
 
 MEASUREMENTS = ["ideal", "overlap", "recording", "samples"]
 HIDDEN = 1024
@@ -233,14 +234,16 @@ def ideal_s(programs: Sequence[Sequence[float]], links_s: Sequence[float]) -> fl
 def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
     """Alpa's order over overlapped sends, the same plan."""
     width = overlap_width(bed)
-    runs = []
+    runs: List[TrainingRun] = []
+    orders: Tuple[Sends, ...] = ("overlapped", "blocking")
     try:
-        for sends in ("overlapped", "blocking"):
+        for sends in orders:
             with settings.runtime_settings(sends=sends):
                 runs.append(make_run(bed, sends, OVERLAP_UNITS, OVERLAP_SAMPLES, width))
         slowest_s = slowest_stage_s(runs[0])
-        predicted_s = {
-            run.name: hwaware.simulate(run.plan, run.workload, bed.profile, sends=run.name).step_s for run in runs
+        predicted_s: Dict[str, float] = {
+            sends: hwaware.simulate(run.plan, run.workload, bed.profile, sends=sends).step_s
+            for sends, run in zip(orders, runs)
         }
         mappings = measure(runs, repeats, 1, kernel_reference(bed.profile.environment), predicted_s)
     finally:

@@ -21,7 +21,7 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import search_clusters
@@ -69,7 +69,7 @@ def bench_alpa() -> Dict[str, Any]:
             started = time.perf_counter()
             found = training_dp(*arguments)
             times.append(time.perf_counter() - started)
-        row = {
+        row: Dict[str, Any] = {
             "layers": layers, "devices": devices, "limit_below": limit, "ours_s": sorted(times)[len(times) // 2],
             "ours_each_s": times, "objective_s": found[0], "stages": len(found[1] or []),
         }  # fmt: skip
@@ -88,7 +88,7 @@ def bench_scale() -> Dict[str, Any]:
     """Gaps on large clusters within a time limit; 5 seeds each, 3 of the largest."""
     warm = search_clusters.large_cluster(0, 128, 48, 32)
     hwaware.plan(*warm, num_microbatches=128, time_limit_s=2.0)
-    rows = []
+    rows: List[Dict[str, Any]] = []
     for name, seeds, limit_s, devices, layers, samples, directed, target in (
         ("like links", 5, 2.0, 128, 48, 32, False, "alpa"),
         # A limit of less than 10 s, for it ends the search and not the whole call.

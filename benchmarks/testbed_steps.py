@@ -45,7 +45,7 @@ from hwaware.workload import Workload
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
 SCENARIOS = ("fast-and-slow", "four-equal", "two-racks", "one-bad-link", "directed", "unequal-devices")
-ORDERS = ("overlapped", "blocking")
+ORDERS: Tuple[Sends, ...] = ("overlapped", "blocking")
 REPEATS, WARMUP = 6, 1
 # Seen on two cores: a testbed with its profile, a model with its layers timed, a plan in both orders.
 SCENARIO_S, MODEL_S, PLAN_S = 60, 25, 40

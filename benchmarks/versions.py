@@ -84,7 +84,7 @@ def make(versions: Versions, folder: Path, base: Optional[str] = None) -> Path:
     if not ready.exists():
         base = base or interpreter(versions.python)
         subprocess.run([base, "-m", "venv", folder / versions.name], check=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         # The pip that Python 3.9 brings looks for hours for versions that fit together.
         subprocess.run([*pip, "--upgrade", "pip"], check=True)
         files = [
@@ -92,7 +92,7 @@ def make(versions: Versions, folder: Path, base: Optional[str] = None) -> Path:
         ]
         ray = "ray" if versions.ray == "newest" else f"ray=={versions.ray}"
         subprocess.run([*pip, *files, ray], check=True)
-        subprocess.run([*pip, "--no-deps", "--requirement", REQUIREMENTS / "alpa.txt"], check=True)
+        subprocess.run([*pip, "--no-deps", f"--requirement={REQUIREMENTS / 'alpa.txt'}"], check=True)
         ready.touch()
     return python
 
@@ -103,7 +103,7 @@ def run(python: Path, log: Path) -> str:
     environment["RAY_ENABLE_AUTO_CONNECT"] = "0"
     tests = [f"tests/alpa/{name}" for name in TESTS]
     # Libraries of different ages warn about each other.
-    command = [python, "-m", "pytest", "-q", "-W", "ignore", *tests]
+    command = [str(python), "-m", "pytest", "-q", "-W", "ignore", *tests]
     with log.open("w") as file:
         try:
             subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=LIMIT_S)
