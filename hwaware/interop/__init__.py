@@ -4,7 +4,7 @@
 - `alpa_database` turns these tables into a ClusterProfile, and back.
 - `estimates` prices products and collectives for a database.
 - `formats` recognises a measurement file, and reads it by `nccl_tests`, `p2p_test`, `nvbandwidth`, `iperf3`, `perftest`
-  or `topo`.
+  or `topo`. `nccl_tables` reads the tables of `nccl_tests`.
 - `readings` has what these importers share, and the record that they return, a `Reading`.
 - `merging` joins readings into a ClusterProfile. `places` finds the hosts and devices that they name, and `assumptions`
   marks the values that no file gives.
