@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import click
 from click.core import ParameterSource
@@ -25,11 +25,20 @@ if TYPE_CHECKING:
 # Copies from hwaware.bench, whose import would slow --help down.
 MODELS = ("gpt-small", "gpt-medium", "gpt-large", "gpt", "mlp", "moe", "wresnet")
 MAPPINGS = ("hwaware", "alpa", "even", "proportional", "annealing", "gradient", "best-measured")
-REPEATS, QUICK_REPEATS = 20, 8
-ORDERS, QUICK_ORDERS = 3, 1
-CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
-# Rounds with and without copies, and processes to kill.
-FAULTS, FAULTS_QUICK = (10, 20), (2, 3)
+
+
+class _Counts(NamedTuple):
+    """How much to measure: of placements, and with --faults rounds with and without copies, and processes to kill."""
+
+    repeats: int
+    orders: int
+    checked_losses: int
+    rounds: int
+    kills: int
+
+
+_FULL = _Counts(repeats=20, orders=3, checked_losses=5, rounds=10, kills=20)
+_QUICK = _Counts(repeats=8, orders=1, checked_losses=2, rounds=2, kills=3)
 
 
 @click.command()
@@ -60,10 +69,12 @@ FAULTS, FAULTS_QUICK = (10, 20), (2, 3)
 @click.option(
     "--orders",
     type=click.IntRange(1),
-    help=f"Host orders, of at most 24, in which to measure Alpa's placement. [{ORDERS}, quick {QUICK_ORDERS}]",
+    help=f"Host orders, of at most 24, in which to measure Alpa's placement. [{_FULL.orders}, quick {_QUICK.orders}]",
 )
 @click.option(
-    "--repeats", type=click.IntRange(1), help=f"Steps to measure of each placement. [{REPEATS}, quick {QUICK_REPEATS}]"
+    "--repeats",
+    type=click.IntRange(1),
+    help=f"Steps to measure of each placement. [{_FULL.repeats}, quick {_QUICK.repeats}]",
 )
 @click.option(
     "--starts",
@@ -139,31 +150,27 @@ def command(
         hwaware bench fast-and-slow -o results --quick
         hwaware bench 10.0.0.1:6379 -o results --model gpt --hidden 512 --heads 8
     """  # noqa: D301
+    counts = _QUICK if quick else _FULL
     if report_only:
         _take_only({"report_only", "output", "as_json"})
         _report(Path(output), as_json)
         return
     if faults:
         _take_only({"faults", "scenarios", "output", "kind", "quick", "as_json"})
-        _faults(scenarios, Path(output), kind, quick, as_json)
+        _faults(scenarios, Path(output), kind, counts, as_json)
         return
     from hwaware.bench.mappings import Wanted, check_names
-
-    wanted = Wanted(
-        names=check_names([name.strip() for name in mappings.split(",")]),
-        orders=orders or (QUICK_ORDERS if quick else ORDERS),
-        max_devices_per_stage=max_devices_per_stage,
-    )
     from hwaware.bench.task import Effort
 
+    names = check_names([name.strip() for name in mappings.split(",")])
     effort = Effort(
         num_layers=layers or 0,
         num_microbatches=microbatches,
         microbatch_size=microbatch_size,
-        repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
+        repeats=repeats or counts.repeats,
         starts=starts,
-        checked_losses=QUICK_CHECKED_LOSSES if quick else CHECKED_LOSSES,
-        wanted=wanted,
+        checked_losses=counts.checked_losses,
+        wanted=Wanted(names, orders or counts.orders, max_devices_per_stage),
     )
     given = {name: value for name, value in sizes.items() if value is not None}
     within_s = None if within_min is None else 60 * within_min
@@ -189,7 +196,7 @@ def _take_only(taken: Set[str]) -> None:
         raise UnusableInputError(f"bench {mode} does not use {', '.join(left)}.", "leave this out.", found=tuple(left))
 
 
-def _faults(scenarios: Sequence[str], output: Path, kind: str, quick: bool, as_json: bool) -> None:
+def _faults(scenarios: Sequence[str], output: Path, kind: str, counts: _Counts, as_json: bool) -> None:
     """Measure survival on testbeds, one after the other; keep and print the figures."""
     from hwaware.bench import faults, testbed
     from hwaware.bench.benchmark import file_names
@@ -201,10 +208,9 @@ def _faults(scenarios: Sequence[str], output: Path, kind: str, quick: bool, as_j
     output.mkdir(parents=True, exist_ok=True)
     for path in paths:
         require_writable(path)
-    rounds, kills = FAULTS_QUICK if quick else FAULTS
     found = {}
     for name, path in zip(names, paths):
-        found[name] = faults.on_testbed(name, rounds, kills, kind)
+        found[name] = faults.on_testbed(name, counts.rounds, counts.kills, kind)
         path.write_text(json.dumps(found[name], indent=1) + "\n")
         say(f"{path} written.")
         if not as_json:
