@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import os
 import sys
 import traceback
-from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, TypeVar
 
 import click
 
@@ -83,7 +84,7 @@ def command(
     """  # noqa: D301
     given = {name: value for name, value in options.items() if value is not None}
     profile = None if measure is None else ClusterProfile.load(measure)
-    with waiting("Tracing (JAX starts first) ..."):
+    with waiting("Tracing (JAX starts first) ..."), _sizes_judged(model):
         train_step, state, batch, name, blocks = _load(model, given)
         from hwaware.tracing.function import trace_programs
 
@@ -103,6 +104,18 @@ def command(
         from hwaware.report.tables import show
 
         show(workload)
+
+
+@contextlib.contextmanager
+def _sizes_judged(model: str) -> Iterator[None]:
+    """Refuse sizes of a built-in model that are beyond NumPy, this machine's memory or a workload."""
+    try:
+        yield
+    except (MemoryError, OverflowError, ValueError) as error:
+        if ":" in model:  # its own code has failed
+            raise
+        what = f"A model {model} of these sizes cannot be traced: {str(error).rstrip('.')}."
+        raise UnusableInputError(what, "choose smaller sizes.") from error
 
 
 def _load(model: str, options: Dict[str, int]) -> Tuple[Any, Any, Any, str, int]:

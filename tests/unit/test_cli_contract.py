@@ -109,6 +109,22 @@ def test_what_cannot_be_worked_with_is_one_message_and_2(arguments, says, as_jso
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["mlp", "--hidden", "9" * 20], "Maximum allowed dimension exceeded"),
+        (["wresnet", "--image", "4" + 6 * "0"], "Unable to allocate"),
+        (["mlp", "--microbatch-size", "9" * 20], "no model has that"),
+    ],
+)
+def test_sizes_beyond_all_models_are_refused(arguments, says, tmp_path):
+    pytest.importorskip("flax")
+    outcome = run("trace", *arguments, "-o", tmp_path / "w.json")
+    assert outcome.exit_code == 2, outcome.output
+    assert f"Error: A model {arguments[0]} of these sizes cannot be traced: " in outcome.stderr
+    assert says in outcome.stderr
+
+
 @pytest.mark.parametrize("name", [name for name, _ in ALL])
 def test_an_unknown_option_is_2_and_help_is_0(name):
     refused = run(*name.split(), "--no-such-option")
