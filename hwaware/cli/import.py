@@ -193,6 +193,10 @@ def _renamed(words: Sequence[str]) -> Dict[str, str]:
         old, _, new = word.partition("=")
         if not old or not new:
             raise UnusableInputError(f"--rename has {word!r}, expected OLD=NEW.", "write --rename node1=h0.")
+        if found.get(old, new) != new:
+            raise UnusableInputError(
+                f"--rename gives {old} two names, {found[old]} and {new}.", "leave one of them out."
+            )
         found[old] = new
     return found
 

@@ -399,6 +399,11 @@ def test_a_rename_of_a_host_that_no_file_names_is_refused(tmp_path):
     assert "--rename names h7, expected host names or addresses in the files: one, 10.0.0.1, two, 10.0.0.2." in message
 
 
+def test_two_names_for_one_host_are_refused(tmp_path):
+    message = refused("iperf3", json.dumps(iperf3_test()), tmp_path, "--rename", "two=h0", "--rename", "two=h1")
+    assert "--rename gives two two names, h0 and h1." in message
+
+
 def test_hosts_may_be_renamed(imported):
     text = log(listed=ranks(("pod-0", "pod-0", "pod-1", "pod-1")))
     options = ("--rename", "pod-0=h0", "--rename", "pod-1=h1")
