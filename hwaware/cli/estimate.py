@@ -263,7 +263,7 @@ def refit(result: str, output: Optional[str], workload_output: Optional[str], as
 @click.option("--seeds", type=click.IntRange(1, 1000), default=2, show_default=True, help="Random traces of each kind.")
 @click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Of random traces.")
 @click.option("--noise", type=NumberRange(0.0, 1.0), default=0.08, show_default=True, help="Of random traces.")
-@click.option("--compile", "compile_s", type=NumberRange(0.0), default=10.0, show_default=True, help="Seconds.")
+@click.option("--compile", "compile_s", type=NumberRange(0.0, 1e9), default=10.0, show_default=True, help="Seconds.")
 @json_option
 @reports_errors
 def adapting(
@@ -396,7 +396,8 @@ def _configuration(words: str, configurations: Sequence[Dict[str, float]], colum
             raise UnusableInputError(
                 f"--at has {word!r}, expected NAME=VALUE with a number above 0.", f"choose from {', '.join(columns)}."
             )
-        given[name.strip()] = number
+        if given.setdefault(name.strip(), number) != number:
+            raise UnusableInputError(f"--at {words!r} gives {name.strip()} two values.", "leave one of them out.")
     values = {name: {row[name] for row in configurations} for name in columns}
     same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
     missing = [name for name in columns if name not in {**same, **given}]

@@ -155,7 +155,7 @@ def read_iterations(path: PathLike) -> Tuple[List[Dict[str, float]], List[float]
         RecordError: The file cannot be read, or lacks a column, or a value is no number above 0.
     """
     try:
-        lines = read_bytes(path).decode("utf-8").splitlines()
+        lines = read_bytes(path).decode("utf-8-sig").splitlines()
         rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     except (UnicodeDecodeError, csv.Error) as error:
         raise RecordError(f"{path} is no CSV file: {error}.", "give a text file with commas, one row a line.") from None

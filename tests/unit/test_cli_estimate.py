@@ -190,6 +190,11 @@ def test_files_that_hold_no_iterations_are_refused(tmp_path, content, says):
     assert says in refused("iterations", tmp_path / "bad.csv")
 
 
+def test_iterations_from_a_program_of_windows_begin_with_a_mark(tmp_path):
+    (tmp_path / "marked.csv").write_text(f"{HEADER}\n{ROW},1\n", encoding="utf-8-sig")
+    assert answer("iterations", tmp_path / "marked.csv")["rows"] == 1
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -198,6 +203,8 @@ def test_files_that_hold_no_iterations_are_refused(tmp_path, content, says):
         (["iterations", A100, "--at", "depth=48"], "depth=48"),
         (["iterations", A100, "--at", "layers=many"], "layers=many"),
         (["iterations", A100, "--at", "layers=-1"], "layers=-1"),
+        (["iterations", A100, "--at", "layers=48,layers=24"], "gives layers two values"),
+        (["adapting", V100, A100, "--compile", "inf"], "--compile"),
         (["sync", V100], "--bytes"),
         (["sync", V100, "--bytes", "much"], "much"),
         (["sync", V100, "--bytes", "1e99"], "1e99"),
