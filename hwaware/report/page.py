@@ -55,7 +55,7 @@ def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[C
     sections = [_section(each, context) for each in records]
     sections.append(_doubts(record, name))
     title = html.escape(f"{name}: {record.SCHEMA}")
-    write_bytes(path, as_page(title, "".join(sections)).encode())
+    write_bytes(path, as_page(title, "".join(sections)).encode(errors="replace"))  # a file's name may be no text
 
 
 def as_page(title: str, body: str) -> str:

@@ -94,9 +94,8 @@ def plot(record: FileRecord, path: PathLike, name: Optional[str] = None, context
     """
     known = drawings(record, context)
     if not known:
-        raise UnusableInputError(
-            f"There is no picture of this {record.SCHEMA}: it has no stages.", "show it without --plot."
-        )
+        why = ": it has no stages" if isinstance(record, Plan) else ""
+        raise UnusableInputError(f"There is no picture of this {record.SCHEMA}{why}.", "show it without --plot.")
     chosen = name or next(iter(known))
     if chosen not in known:
         raise UnusableInputError(

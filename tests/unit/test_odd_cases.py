@@ -147,6 +147,14 @@ def test_pictures_fall_back_to_a_font_with_the_characters(monkeypatch):
         canvas.pyplot().close(figure)
 
 
+def test_a_page_of_a_file_whose_name_is_no_text(tmp_path):
+    pytest.importorskip("matplotlib")
+    from hwaware.report.page import save_page
+
+    save_page(hwaware.ClusterProfile.uniform(hosts=1), tmp_path / "page.html", os.fsdecode(b"\xff.json"))
+    assert "<title>?.json: hwaware.cluster" in (tmp_path / "page.html").read_text("utf-8")
+
+
 @pytest.mark.parametrize("number", [numpy.int8, numpy.int64])
 def test_sizes_of_models_may_be_integers_of_numpy(number):
     config = hwaware.models.GptConfig(hidden=number(64), heads=number(2))

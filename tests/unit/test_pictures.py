@@ -14,6 +14,7 @@ from builders import cluster, with_devices
 from click.testing import CliRunner
 
 import hwaware
+from hwaware.adapting import LoadTrace
 from hwaware.cli import main
 from hwaware.errors import PlanError, RecordError, UnusableInputError
 from hwaware.formatting import BYTES_PER_S, text
@@ -112,6 +113,8 @@ def test_memory_over_capacity_is_red():
 def test_a_picture_that_needs_more_says_what():
     with pytest.raises(UnusableInputError, match=r"There is no picture 'timeline' .* only plan\. To fix: .*--workload"):
         plot(PLAN, "never.png", "timeline")
+    with pytest.raises(UnusableInputError, match=r"There is no picture of this hwaware.load\. To fix"):
+        plot(LoadTrace(steps=1, changes=(), noise=0.0), "never.png")
     with pytest.raises(UnusableInputError, match="it has no stages"):
         plot(hwaware.Plan(num_microbatches=1, stages=(), status="infeasible"), "never.png")
 
