@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Iterator, List, Optional, Sequence, Tuple
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.table import Column as RichColumn
 from rich.table import Table
@@ -85,13 +86,13 @@ def _least_width(column: RichColumn, with_header: bool) -> int:
         cells = _words(cells)
     words = _words([_plain(column.header)])
     header = words if with_header else [word[:_FOLDED] for word in words]
-    longest = max(map(len, [*cells, *header]), default=1)
+    longest = max(map(cell_len, [*cells, *header]), default=1)  # Chinese letters are two columns wide
     return longest if column.justify == "right" else min(_LONGEST_WORD, longest)
 
 
 def _widened(widths: Sequence[int], columns: Sequence[RichColumn], room: int) -> List[int]:
     """Return the widths after sharing out the left room, character by character, among columns that still fold."""
-    wanted = [max(len(_plain(cell)) for cell in (column.header, *column.cells)) for column in columns]
+    wanted = [max(cell_len(_plain(cell)) for cell in (column.header, *column.cells)) for column in columns]
     given, left = list(widths), room - sum(widths)
     while left > 0:
         narrow = [k for k in range(len(given)) if given[k] < wanted[k]]
