@@ -21,7 +21,7 @@ def print_plan(plan: Plan, workload: Workload, profile: ClusterProfile) -> None:
     """Print a solver's plan: its stages, their prices, and by how much another plan may be better."""
     cost = evaluate(plan, workload, profile)
     console = print_cost(cost, plan, step_interval(plan, workload, profile, cost.step_s))
-    console.print(_certainty(plan), highlight=False, markup=False)
+    console.print(_certainty(plan))
 
 
 def print_cost(cost: Cost, plan: Plan, interval: Interval) -> Console:
@@ -47,8 +47,8 @@ def print_cost(cost: Cost, plan: Plan, interval: Interval) -> Console:
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     step, period = (text(seconds, SECONDS) for seconds in (cost.step_s, cost.period_s))
     summary = f"Predicted step: {step}, to compare plans; one microbatch every {period} in the midst of a step.{fits}"
-    console.print(summary, highlight=False, markup=False)
-    console.print(f"{described(interval)}.", highlight=False, markup=False)
+    console.print(summary)
+    console.print(f"{described(interval)}.")
     return console
 
 

@@ -69,7 +69,7 @@ def _print(found: Comparison) -> None:
     if found.differences:
         console.print(_table(found))
     for line in found.remarks():
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def _table(found: Comparison) -> Table:

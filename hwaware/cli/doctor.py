@@ -49,11 +49,11 @@ def _print(document: Dict[str, Any], verbose: bool) -> None:
 
     console = make_console()
     python, system = document["python"], document["platform"]
-    console.print(f"hwaware {document['hwaware']}, Python {python}, {system}", highlight=False)
+    console.print(f"hwaware {document['hwaware']}, Python {python}, {system}")
     console.print(_abilities(document["abilities"]))
     if document["gpus"]:
         names = ", ".join(f"{gpu['name']} ({gpu['memory']}, driver {gpu['driver']})" for gpu in document["gpus"])
-        console.print(f"GPUs: {names}", highlight=False, markup=False)
+        console.print(f"GPUs: {names}")
     alpa = document["alpa"]
     if alpa and "overrides" in alpa:
         unfit = [one for one in alpa["overrides"] if one["needed"] and not one["fits"]]
@@ -61,7 +61,7 @@ def _print(document: Dict[str, Any], verbose: bool) -> None:
             console.print(_overrides(alpa["overrides"] if verbose else unfit))
     fixes = {ability["name"]: ability["fix"] for ability in document["abilities"] if ability["fix"]}
     for name, fix in fixes.items():
-        console.print(f'To fix "{name}": {fix}', highlight=False, markup=False, soft_wrap=True)
+        console.print(f'To fix "{name}": {fix}', soft_wrap=True)
     if not fixes:
         console.print("Nothing is missing.")
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from hwaware.formatting import MISSING, SECONDS, Quantity, column, counted, percent, ratio, text
 from hwaware.report.comparison import describe_stages
-from hwaware.report.fitting import build_table, literal
+from hwaware.report.fitting import build_table
 from hwaware.result import BenchmarkResult
 
 # Baselines of hwaware's mapping, with their names in tables.
@@ -50,7 +50,7 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
         "speed-up is the median over the measured orders of the hosts. At most: Alpa's predicted step over a lower "
         "bound on every plan's, by the profile and the cost model. Prediction: error of hwaware's predicted step."
     )
-    return build_table("Speed-ups of hwaware's mapping, measured", names, columns, literal(caption))
+    return build_table("Speed-ups of hwaware's mapping, measured", names, columns, caption)
 
 
 def overall_table(total: Dict[str, Any]) -> Table:
@@ -108,7 +108,7 @@ def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
         "Predictions are scaled to the machine's speed while the steps ran."
     )
     title = f"{result.model} on {result.scenario}: {counted(result.num_microbatches, 'microbatch')} a step"
-    return build_table(literal(title), names, columns, literal(caption))
+    return build_table(title, names, columns, caption)
 
 
 def _seconds(result: BenchmarkResult) -> str:

@@ -11,11 +11,12 @@ WIDTH_WITHOUT_TERMINAL = 160
 
 
 def make_console() -> Console:
-    """Return a console on standard output that obeys NO_COLOR.
+    """Return a console on standard output that obeys NO_COLOR, and prints words as they are.
 
-    Its width is the terminal's, else COLUMNS, else `WIDTH_WITHOUT_TERMINAL`.
+    By default, rich takes square brackets for styles, and parts of names such as :key: for emoji. The width is that of
+    the terminal, else COLUMNS, else `WIDTH_WITHOUT_TERMINAL`.
     """
-    console = Console()
-    if console.is_terminal or "COLUMNS" in os.environ:
-        return console
-    return Console(width=WIDTH_WITHOUT_TERMINAL)
+    console = Console(markup=False, emoji=False, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH_WITHOUT_TERMINAL
+    return console

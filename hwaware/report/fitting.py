@@ -38,53 +38,45 @@ class FittingTable(Table):
 
     def _as_list(self) -> Iterator[Text]:
         if self.title:
-            yield Text.from_markup(str(self.title), style="bold")
-        headers = [_plain(column.header) for column in self.columns]
+            yield Text(str(self.title), style="bold")
+        headers = [column.header for column in self.columns]
         for row in zip(*(column.cells for column in self.columns)):
             for index, (header, cell) in enumerate(zip(headers, row)):
-                yield Text(f"{'' if index == 0 else '  '}{header}: {_plain(cell)}")
+                yield Text(f"{'' if index == 0 else '  '}{header}: {cell}")
         if self.caption:
-            yield Text.from_markup(str(self.caption))
+            yield Text(str(self.caption))
 
 
 def build_table(
     title: Optional[str], names: Sequence[Column], numbers: Sequence[Column], caption: Optional[str] = None
 ) -> FittingTable:
-    """Build a table of names and numbers; square brackets in headers and cells stay as they are.
+    """Build a table of names and numbers; all words stay as they are.
 
     Args:
-        title: Line above the table, in rich's markup.
+        title: Line above the table.
         names: Columns aligned left, as (header, texts).
         numbers: Columns aligned right, as (header with its unit, numbers as texts).
-        caption: Text below the table, in rich's markup.
+        caption: Text below the table.
     """
-    table = FittingTable(title=title, title_justify="left", title_style="bold", caption=caption)
-    table.caption_justify = "left"
+    table = FittingTable(title_justify="left", caption_justify="left")
+    table.title = None if title is None else Text(title, style="bold")
+    table.caption = None if caption is None else Text(caption, style="table.caption")
     table.box, table.pad_edge, table.show_edge, table.padding = box.SIMPLE_HEAD, False, False, (0, 1, 0, 0)
     for header, _ in names:
-        table.add_column(literal(header), overflow="fold")
+        table.add_column(Text(header), overflow="fold")
     for header, _ in numbers:
-        table.add_column(literal(header), justify="right", overflow="fold")
+        table.add_column(Text(header), justify="right", overflow="fold")
     for row in zip(*(cells for _, cells in (*names, *numbers))):
-        table.add_row(*(literal(cell) for cell in row))
+        table.add_row(*map(Text, row))
     return table
-
-
-def literal(words: str) -> str:
-    """Escape square brackets, so that rich prints them."""
-    return words.replace("[", r"\[")
-
-
-def _plain(cell: Any) -> str:
-    return Text.from_markup(str(cell)).plain
 
 
 def _least_width(column: RichColumn, with_header: bool) -> int:
     """Return how narrow a column may be: whole numbers, names word by word, and headers too if asked."""
-    cells = [_plain(cell) for cell in column.cells]
+    cells = [*map(str, column.cells)]
     if column.justify != "right":
         cells = _words(cells)
-    words = _words([_plain(column.header)])
+    words = str(column.header).split()
     header = words if with_header else [word[:_FOLDED] for word in words]
     longest = max(map(cell_len, [*cells, *header]), default=1)  # Chinese letters are two columns wide
     return longest if column.justify == "right" else min(_LONGEST_WORD, longest)
@@ -92,7 +84,7 @@ def _least_width(column: RichColumn, with_header: bool) -> int:
 
 def _widened(widths: Sequence[int], columns: Sequence[RichColumn], room: int) -> List[int]:
     """Return the widths after sharing out the left room, character by character, among columns that still fold."""
-    wanted = [max(cell_len(_plain(cell)) for cell in (column.header, *column.cells)) for column in columns]
+    wanted = [max(cell_len(str(cell)) for cell in (column.header, *column.cells)) for column in columns]
     given, left = list(widths), room - sum(widths)
     while left > 0:
         narrow = [k for k in range(len(given)) if given[k] < wanted[k]]

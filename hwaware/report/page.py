@@ -72,8 +72,8 @@ def as_page(title: str, body: str) -> str:
 def _section(record: FileRecord, context: Context) -> str:
     shown = render(record)
     parts = [table_html(table) for table in _tables(shown)]
-    if isinstance(shown, str):  # a plan without stages says why
-        parts.append(f"<pre>{html.escape(shown)}</pre>\n")
+    if isinstance(shown, Text):  # a plan without stages says why
+        parts.append(f"<pre>{html.escape(shown.plain)}</pre>\n")
     for name, draw in drawings(record, context).items():
         picture = canvas.svg_text(draw(), name)
         parts.append(f'<h2>{_TITLES[name]}</h2>\n<figure id="{name}">{picture}</figure>\n')
@@ -113,5 +113,5 @@ def _row(tag: str, cells: Sequence[Any], classes: Sequence[str]) -> str:
 
 
 def _plain(cell: Any) -> str:
-    """Return a cell's words without rich's markup, escaped for HTML."""
-    return html.escape(cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain)
+    """Return the words of a cell, escaped for HTML."""
+    return html.escape(str(cell))  # of rich's Text, its words

@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 from hwaware.adapting.loads import LoadTrace
 from hwaware.cluster import AnyProfile, ClusterProfile, Device, LinkTable, PartialProfile
@@ -30,7 +31,7 @@ from hwaware.plans import RECEIVE_MEANS, Plan, Stage
 from hwaware.records import FileRecord
 from hwaware.report import collectives
 from hwaware.report.console import make_console
-from hwaware.report.fitting import Column, build_table, literal
+from hwaware.report.fitting import Column, build_table
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.timeline import EventKind, Timeline
 from hwaware.workload import Workload
@@ -140,7 +141,7 @@ def _matrix(
 ) -> Table:
     unit = common_unit(values.values(), quantity)
     columns = [(target, [unit.text(values[source, target]) for source in devices]) for target in devices]
-    return build_table(f"{title} [{unit.label}]".replace("[", r"\["), [("from \\ to", devices)], columns, caption)
+    return build_table(f"{title} [{unit.label}]", [("from \\ to", devices)], columns, caption)
 
 
 def _workload(workload: Workload) -> RenderableType:
@@ -157,7 +158,7 @@ def _workload(workload: Workload) -> RenderableType:
     parameters = sum(layer.parameter_bytes for layer in layers)
     title = f"Workload {workload.name}: microbatches of {workload.microbatch_size}, {workload.dtype}"
     caption = f"In all {text(total, FLOPS)} per microbatch, {text(parameters, BYTES)} of parameters."
-    return build_table(literal(title), [("layer", [layer.name for layer in layers])], columns, caption)
+    return build_table(title, [("layer", [layer.name for layer in layers])], columns, caption)
 
 
 def _plan(plan: Plan) -> RenderableType:
@@ -174,7 +175,7 @@ def _plan(plan: Plan) -> RenderableType:
         low, high = (text(end, SECONDS) for end in plan.step_interval_s)
         sentences.insert(1, f"90 % of steps take {low} to {high}. `hwaware evaluate` also prints the likely step.")
     caption = "\n".join(filter(None, sentences))
-    return _stages(title, plan.stages, caption or None) if plan.stages else literal(f"{title}\n{caption}")
+    return _stages(title, plan.stages, caption or None) if plan.stages else Text(f"{title}\n{caption}")
 
 
 def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Table:
@@ -192,7 +193,7 @@ def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Tabl
         *number_columns(times, SECONDS),
         number_column("memory", [stage.memory_bytes for stage in stages], BYTES),
     ]
-    return build_table(literal(title), names, columns, literal(caption) if caption else None)
+    return build_table(title, names, columns, caption)
 
 
 def _range(stage: Stage) -> str:
@@ -242,7 +243,7 @@ def _result(result: BenchmarkResult) -> RenderableType:
         ("last loss", [f"{mapping.loss[-1]:.6g}" if mapping.loss else MISSING for mapping in mappings]),
     ]
     title = f"{result.model} on {result.scenario}: {counted(result.num_microbatches, 'microbatch')} a step"
-    return build_table(literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference.")
+    return build_table(title, names, columns, "Speed-ups are ratios of medians, each step over its reference.")
 
 
 def _speedup(reference: Mapping, mapping: Mapping) -> float:
@@ -261,7 +262,7 @@ def _timeline(timeline: Timeline) -> RenderableType:
     title = f"{timeline.title} {text(timeline.step_s, SECONDS)}: {counted(timeline.num_microbatches, 'microbatch')}, "
     title += f"{timeline.schedule}, {timeline.sends} sends"
     events = counted(len(timeline.events), "event")
-    return build_table(literal(title), names, columns, f"{events}; busy: time in forward and backward passes.")
+    return build_table(title, names, columns, f"{events}; busy: time in forward and backward passes.")
 
 
 def _load(trace: LoadTrace) -> RenderableType:
@@ -274,7 +275,7 @@ def _load(trace: LoadTrace) -> RenderableType:
     title = f"Load of {counted(trace.steps, 'step')}, noise {percent(trace.noise)}"
     columns = [("time over the profile's", [f"{factor:.2f}" for factor in factors])]
     names_of = [("from step", [str(step) for step in steps]), ("slow", list(names))]
-    return build_table(literal(title), names_of, columns, None)
+    return build_table(title, names_of, columns, None)
 
 
 def _history(history: History) -> RenderableType:
@@ -293,7 +294,7 @@ def _history(history: History) -> RenderableType:
     moved_s = sum(event.took_s for event in events if event.kind == "moved")
     lost = f"{text(history.lost_s, SECONDS)} in recoveries, {text(moved_s, SECONDS)} in planned moves"
     tries = f"at present it tries a copy every {counted(history.every, 'call')}"
-    return build_table(literal(title), names, columns, f"{copied}; {lost}; {tries}.")
+    return build_table(title, names, columns, f"{copied}; {lost}; {tries}.")
 
 
 def _placement(event: HistoryEvent) -> str:
