@@ -22,8 +22,8 @@ def command(address: Optional[str], verbose: bool, as_json: bool) -> None:
     """Show what is installed, which overrides of Alpa fit, and the command that installs what is missing.
 
     The command changes nothing. It exits with 0 if all installed parts fit together, even where optional parts are
-    missing. It exits with 1 if an installed part does not fit, if hwaware itself lacks a package, or if no cluster
-    answers.
+    missing. It exits with 1 if an installed part does not fit, or if hwaware itself lacks a package. It also exits with
+    1 if no cluster answers.
 
     \b
     Example:

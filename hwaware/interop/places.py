@@ -41,7 +41,7 @@ class KnownPlaces:
         self.profile = profile
 
     def host(self, end: End, reading: Reading, other: Optional[End] = None) -> str:
-        """Return the name of an end's host; if the file names only the `other` of two hosts, the one that is left.
+        """Return the name of an end's host; for an end without names, the only host or that beside `other`.
 
         Raises:
             UnusableInputError: The profile has no such host, or several.

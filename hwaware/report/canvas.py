@@ -71,8 +71,8 @@ def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None
 def _written(figure: Any, **options: Any) -> bytes:
     """Return a figure as the content of a file.
 
-    The function arranges panels and words once, since every format would solve for the same arrangement again. Text in
-    SVG needs no glyphs, and where no font has a character, the picture shows a box: warnings would tell nothing new.
+    The function arranges panels and words once, since every format would solve for the same arrangement again. It drops
+    warnings about characters that no font has: text in SVG needs no font, and other pictures show a box.
     """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
