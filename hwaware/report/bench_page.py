@@ -36,17 +36,21 @@ def save_report(
     if bench_pictures.compared_baselines(figures):
         everything.insert(0, ("speed-ups", "Speed-ups", lambda: bench_pictures.draw_speed_ups(figures)))
     parts += _drawn(everything, directory)
+    stems: Dict[str, int] = {}
     for result, own in zip(results, figures):
+        stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{result.scenario}-{result.model}")
+        stems[stem] = stems.get(stem, 0) + 1
+        if stems[stem] > 1:  # an earlier result of the same scenario and model: its pictures stay
+            stem = f"{stem}-{stems[stem]}"
         parts.append(f"<h1>{html.escape(result.scenario)}, {html.escape(result.model)}</h1>\n")
         parts.append(table_html(mappings_table(result, own)))
         parts.append(_words(result))
-        parts += _drawn(_pictures(result, own), directory)
+        parts += _drawn(_pictures(result, own, stem), directory)
     title = f"Benchmark: {len(results)} results" if len(results) > 1 else "Benchmark"
     write_bytes(directory / "index.html", as_page(title, "".join(parts)).encode())
 
 
-def _pictures(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Picture]:
-    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"{result.scenario}-{result.model}")
+def _pictures(result: BenchmarkResult, figures: Dict[str, Any], stem: str) -> List[Picture]:
     found: List[Picture] = [(f"{stem}-steps", "Steps", lambda: bench_pictures.draw_steps(result, figures))]
     if result.profile is not None:
         profile = result.profile

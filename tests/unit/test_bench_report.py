@@ -201,6 +201,16 @@ def test_a_result_of_one_mapping_has_no_empty_picture(recorded, tmp_path):
     assert "speed-ups.png" not in names
 
 
+def test_two_results_of_one_scenario_and_model_keep_their_pictures(recorded, tmp_path):
+    plain = msgspec.structs.replace(recorded, profile=None)
+    for name in ("new", "old"):
+        plain.save(tmp_path / f"{name}.json")
+    assert CliRunner().invoke(main, ["bench", "--report-only", "-o", str(tmp_path)]).exit_code == 0
+    assert len(list(tmp_path.glob("*-steps.png"))) == 2
+    ids = re.findall(r'<figure id="([^"]+)"', (tmp_path / "index.html").read_text())
+    assert len(ids) == len(set(ids))
+
+
 def test_every_mapping_is_drawn_beside_what_its_prediction_is_of(recorded):
     slow, fast = (
         msgspec.structs.replace(one, step_s=(s + 9.0,) * count, pipeline_s=(s,) * count, reference_s=())
