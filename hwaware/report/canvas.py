@@ -72,7 +72,7 @@ def _written(figure: Any, **options: Any) -> bytes:
     """Return a figure as the content of a file.
 
     The function arranges panels and words once, since every format would solve for the same arrangement again. It drops
-    warnings about characters that no font has: text in SVG needs no font, and other pictures show a box.
+    warnings about characters that no font has. Text in SVG needs no font, and other pictures show a box.
     """
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
