@@ -48,6 +48,8 @@ _LONGEST_OFFER_BYTES = 1 << 16
 _SOCKET_BUFFER_BYTES = 4 << 20
 # ssl limits the time for a whole write instead of each wait for room.
 _WRITE_BYTES = 1 << 18
+# ssl reads less than 2 GiB at once.
+_READ_BYTES = 1 << 30
 _LONGEST_KEY_BYTES = 1 << 16
 # No array of a training step is longer. A corrupt header could otherwise ask for any amount of memory.
 _LONGEST_PAYLOAD_BYTES = 1 << 38
@@ -797,7 +799,7 @@ def _read_exactly(connection: socket.socket, count: int) -> Optional[memoryview]
     flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
     received = 0
     while received < count:
-        step = connection.recv_into(view[received:], 0, flags)
+        step = connection.recv_into(view[received:], min(count - received, _READ_BYTES), flags)
         if step == 0:
             if received == 0:
                 return None

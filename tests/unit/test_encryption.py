@@ -104,6 +104,17 @@ def test_messages_of_every_size_arrive(digests):
             assert box.failure is None
 
 
+def test_a_message_may_be_longer_than_ssl_reads_at_once():
+    """Send the start of a message of 2 GiB: its memory is only reserved, never used."""
+    with box_of(ENCRYPTED) as box:
+        connection = Connection((HOST, box.port), ENCRYPTED, LIMIT_S, "stage 2")
+        connection._socket.sendall(transport._head(b"long", 1 << 31).tobytes() + b"start")
+        connection.break_off()
+        with pytest.raises(MeasurementError, match="the peer closed the connection within a message"):
+            box.take("long", LIMIT_S)
+        connection.close()
+
+
 def test_the_end_of_an_encrypted_mailbox_is_seen_and_a_lost_peer_is_named():
     with box_of(ENCRYPTED) as box:
         connection = Connection((HOST, box.port), ENCRYPTED, LIMIT_S, "stage 3")
