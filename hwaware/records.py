@@ -19,7 +19,7 @@ from typing import Any, Callable, ClassVar, Dict, Mapping, Optional, Tuple, Type
 
 import msgspec
 
-from hwaware.errors import RecordError
+from hwaware.errors import RecordError, UnusableInputError
 from hwaware.output_files import replace_file
 
 PathLike = Union[str, "os.PathLike[str]"]
@@ -106,6 +106,17 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write the file again with hwaware."
+
+
+def require_kind(name: str, given: object, kind: Type[FileRecord]) -> None:
+    """Refuse an argument that is no such record, such as one of two that the caller swapped.
+
+    Raises:
+        UnusableInputError: It is of another type.
+    """
+    if not isinstance(given, kind):
+        what = f"{name} is a {type(given).__name__}, expected a {kind.__name__}."
+        raise UnusableInputError(what, f"give the {name}, as hwaware.{kind.__name__}.load returns it.")
 
 
 def _choices(record: Type[FileRecord], message: str) -> str:

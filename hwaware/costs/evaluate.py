@@ -11,7 +11,7 @@ from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.stages import LocatedStage, StagePrice, boundary_s, check_plan, price_stage
 from hwaware.plans import Objective, Plan, Schedule
-from hwaware.records import Record
+from hwaware.records import Record, require_kind
 from hwaware.workload import Workload
 
 
@@ -153,7 +153,13 @@ def prepared_for(
     """Return the costs that price a plan: the given ones if they fit it, or else recent or new ones.
 
     To prepare new ones takes as long as to price tens to hundreds of plans.
+
+    Raises:
+        UnusableInputError: An argument is no such record.
     """
+    require_kind("plan", plan, Plan)
+    require_kind("workload", workload, Workload)
+    require_kind("profile", profile, ClusterProfile)
     samples = plan.microbatch_size or workload.microbatch_size
     if costs is not None and costs.schedule == plan.schedule and costs.workload.microbatch_size == samples:
         return costs
@@ -179,7 +185,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
 
     Raises:
         PlanError: Layers, devices, links or shares of the plan do not fit the workload or the cluster.
-        UnusableInputError: A device was not measured with the workload's data type.
+        UnusableInputError: A device was not measured with the workload's data type. Or an argument is no such record.
 
     Example:
         >>> from hwaware import ClusterProfile, Plan, Workload, evaluate

@@ -22,7 +22,6 @@ import msgspec
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.deprecation import keyword_only
-from hwaware.errors import UnusableInputError
 from hwaware.formatting import BYTES, text
 from hwaware.placement.alpa_dp import training_dp
 from hwaware.placement.choices import check_choices, read_pins, remaining, with_reserve
@@ -31,6 +30,7 @@ from hwaware.placement.problem import SOLVERS, Answer, Problem, Solver
 from hwaware.placement.problem import StageRule as StageRule
 from hwaware.placement.sensitivity import Explanation, explain
 from hwaware.plans import Objective, Plan, Schedule
+from hwaware.records import require_kind
 from hwaware.workload import Workload
 
 __all__ = ["SOLVERS", "Answer", "Explanation", "Problem", "Solver", "explain", "plan", "training_dp"]
@@ -110,10 +110,8 @@ def plan(
         num_microbatches, global_batch, solver, target, time_limit_s, judge, rule, seed, schedule, objective,
         max_devices_per_stage,
     )  # fmt: skip
-    for name, record, kind in (("workload", workload, Workload), ("profile", profile, ClusterProfile)):
-        if not isinstance(record, kind):
-            what = f"{name} is a {type(record).__name__}, expected a {kind.__name__}."
-            raise UnusableInputError(what, f"give the {name}, as hwaware.{kind.__name__}.load returns it.")
+    require_kind("workload", workload, Workload)
+    require_kind("profile", profile, ClusterProfile)
     left = with_reserve(remaining(profile, exclude), reserve_bytes)
     problem = Problem(
         PreparedCosts(workload, left, schedule), int(num_microbatches or 1), objective, time_limit_s, target,

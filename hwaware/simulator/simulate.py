@@ -53,8 +53,8 @@ def simulate(
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
-        UnusableInputError: A device lacks measurements in the workload's data type. Or `sends` is unknown, or the step
-            has more than 300,000 passes and messages.
+        UnusableInputError: A device lacks measurements in the workload's data type. Or `sends` is unknown, an argument
+            is no such record, or the step has more than 300,000 passes and messages.
 
     Example:
         >>> from hwaware import ClusterProfile, Plan, Workload, evaluate, simulate
@@ -71,8 +71,8 @@ def simulate(
     """
     if sends not in ("overlapped", "blocking"):
         raise UnusableInputError(f"sends is {sends!r}, expected 'overlapped' or 'blocking'.", "choose one of them.")
-    _require_few_events(plan)
     costs = prepared_for(plan, workload, profile, costs)
+    _require_few_events(plan)
     cost = evaluate(plan, workload, profile, costs)
     channels = _channels(plan, costs, shared_links, one_by_one_s if sends == "blocking" else boundary_s)
     forward = [stage.forward_s for stage in cost.stages]
@@ -92,7 +92,7 @@ def simulate(
 
 
 def _require_few_events(plan: Plan) -> None:
-    """Refuse a step whose events would fill the memory, before any work on it."""
+    """Refuse a step whose events would fill the memory."""
     stages = len(plan.stages)
     passes_and_messages = max(0, 2 * stages - 1) * (1 if plan.schedule == "inference" else 2)
     events = passes_and_messages * plan.num_microbatches

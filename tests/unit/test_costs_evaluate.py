@@ -29,7 +29,7 @@ from builders import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware import ClusterProfile, Plan, Workload, evaluate
+from hwaware import ClusterProfile, Plan, Workload, evaluate, explain, simulate
 from hwaware.cluster import LinkSample
 from hwaware.costs import PreparedCosts
 from hwaware.costs.evaluate import prepared_for
@@ -54,6 +54,22 @@ def test_two_equal_stages_by_hand():
     assert cost.period_s == pytest.approx(3)
     assert [stage.compute_s for stage in cost.stages] == pytest.approx([3, 3])
     assert cost.alpa_objective_s == pytest.approx(15)
+
+
+@pytest.mark.parametrize("judge", [evaluate, explain, simulate])
+@pytest.mark.parametrize(
+    ("swapped", "message"),
+    [
+        ((1, 0, 2), "plan is a Workload, expected a Plan. To fix: give the plan, as hwaware.Plan.load returns it."),
+        ((0, 2, 1), "workload is a ClusterProfile, expected a Workload."),
+        ((0, 1, 0), "profile is a Plan, expected a ClusterProfile."),
+        ((0, 1, 3), "profile is a str, expected a ClusterProfile."),
+    ],
+)
+def test_swapped_records_are_named(judge, swapped, message):
+    given = IN_ORDER, model(layer(), layer()), TWO, "cluster.json"
+    with pytest.raises(UnusableInputError, match=re.escape(message)):
+        judge(*(given[place] for place in swapped))
 
 
 def test_sends_are_priced_on_the_directed_link():
