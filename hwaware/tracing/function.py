@@ -94,8 +94,12 @@ class _Step:
         state_size = len(jax.tree_util.tree_leaves(shapes))
         self.state_inputs = self.graph.inputs[:state_size]
         self.batch_inputs: Sequence[int] = self.graph.inputs[state_size:]
-        self.new_state = _find_state(jax, returned, shapes, self.graph.outputs)
-        if not any(operation.phase == BACKWARD for operation in self.graph.operations):
+        made = self._made(BACKWARD)
+        self._changed = made | depends_on(self.graph.operations, made)
+        # Beside the new state, a step may return the old one, or statistics of the same form.
+        found = _like_the_state(jax, returned, shapes, self.graph.outputs)
+        self.new_state = max(found, key=lambda values: len(self._changed.intersection(values)), default=None)
+        if not made:
             raise UnusableInputError(
                 "The train step takes no gradient whose result it uses: it has no backward operations.",
                 "call jax.grad or jax.value_and_grad in the train step itself (not inside lax.scan or while_loop), and "
@@ -107,9 +111,7 @@ class _Step:
         floating = {value for value in self.state_inputs if self.graph.values[value].floating}
         if self.new_state is None:
             return floating
-        made = self._made(BACKWARD)
-        changed = made | depends_on(self.graph.operations, made)
-        return {old for old, new in zip(self.state_inputs, self.new_state) if old in floating and new in changed}
+        return {old for old, new in zip(self.state_inputs, self.new_state) if old in floating and new in self._changed}
 
     def summed(self) -> Set[int]:
         """Return inputs whose new values Alpa adds up over microbatches, such as batch statistics; no gradients."""
@@ -270,8 +272,8 @@ def _says_why() -> Iterator[None]:
         ) from error
 
 
-def _find_state(jax: Any, returned: Any, state: Any, outputs: Sequence[int]) -> Optional[Tuple[int, ...]]:
-    """Return the outputs that are the new state: the first result with the state's structure and shapes; else None."""
+def _like_the_state(jax: Any, returned: Any, state: Any, outputs: Sequence[int]) -> Iterator[Tuple[int, ...]]:
+    """Yield the values of each result with the state's structure and shapes."""
 
     def form(tree: Any) -> Tuple[Any, List[Any]]:
         leaves, structure = jax.tree_util.tree_flatten(tree)
@@ -282,6 +284,5 @@ def _find_state(jax: Any, returned: Any, state: Any, outputs: Sequence[int]) -> 
     for part in parts:
         count = len(jax.tree_util.tree_leaves(part))
         if form(part) == form(state):
-            return tuple(outputs[start : start + count])
+            yield tuple(outputs[start : start + count])
         start += count if part is not returned else 0
-    return None

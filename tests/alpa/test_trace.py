@@ -293,6 +293,20 @@ def test_a_state_of_one_array_is_not_taken_for_a_loss():
     assert layer.gradient_bytes == layer.update_bytes == layer.parameter_bytes == WIDTHS[0] * WIDTHS[1] * FLOAT
 
 
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("same", [lambda state: state, lambda state: [jnp.cos(leaf) for leaf in state]])
+def test_a_result_of_the_form_of_the_state_is_not_taken_for_it(first, same):
+    plain = gradient_step(loss_of(square_layer))
+
+    def step(state, batch):
+        new, value = plain(state, batch)
+        return (same(state), new, value) if first else (new, same(state), value)
+
+    assert figures(trace(step), "gradient_bytes", "optimizer_bytes") == [
+        (a * b * FLOAT, 0) for a, b in zip(WIDTHS, WIDTHS[1:])
+    ]
+
+
 def test_complex_parameters_have_gradients():
     def loss(state, batch):
         return jnp.mean(jnp.abs(batch @ state[0]) ** 2)
