@@ -15,7 +15,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError
 from hwaware.patching import stage_option
-from hwaware.patching.steps import Names
+from hwaware.patching.refusals import Names
 
 # Function of Alpa -> words for what Alpa does in it. The one that was called last decides.
 _DOES = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 from hwaware.compat.jaxprs import is_literal, variables
-from hwaware.patching.steps import parts_of
+from hwaware.patching.parts import parts_of
 
 
 def places_of_results(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Optional[int]]:

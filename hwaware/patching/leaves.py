@@ -29,6 +29,7 @@ from hwaware.patching import (
     observing,
     passing,
     randomness,
+    refusals,
     rescue,
     reservation,
     resharding,
@@ -103,7 +104,7 @@ def _tidy(arguments: Dict[str, Any]) -> None:
         arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"] = programs
     elif programs[1] is not None:
         micro, full = (program.jaxpr.outvars for program in programs)
-        steps.require_same_results(micro, full, count, "The function")
+        refusals.require_same_results(micro, full, count, "The function")
     if programs[1] is not None:
         for warning in scaling.warnings_of(*programs, count, names, schedule == "inference"):
             LOG.warning(warning)

@@ -94,7 +94,7 @@ def _delete_unused(mesh: Any) -> None:
 def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], Any, Any]]:
     """Wrap Alpa's function: also join rows of samples if the step has an update. Alpa joins them only without one.
 
-    `hwaware.patching.steps.tidied` has refused updates that read such rows.
+    `hwaware.patching.refusals` has refused updates that read such rows.
     """
 
     def replacement(

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from hwaware.compat.jaxprs import MARKER, called_programs, is_literal, open_jaxpr, variables
-from hwaware.patching.steps import Names, mark_of, parts_of
+from hwaware.patching.parts import mark_of, parts_of
+from hwaware.patching.refusals import Names
 
 SUM = (
     "The loss is a sum over the samples. Alpa averages losses and gradients over the {parts} microbatches, so both are "

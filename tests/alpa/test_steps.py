@@ -341,8 +341,8 @@ def test_what_no_sample_influences_is_computed_from_the_whole_batchs_program():
 
 
 def test_counts_by_the_shape_of_an_array_are_those_of_the_whole_batch():
-    from hwaware.patching import steps
-    from hwaware.patching.steps import without_markers
+    from hwaware.compat.jaxprs import without_markers
+    from hwaware.patching.parts import Slices
 
     def step(params, batch):
         value, gradients = gradient(lambda p: jnp.mean(errors(p, batch)), params)
@@ -352,7 +352,7 @@ def test_counts_by_the_shape_of_an_array_are_those_of_the_whole_batch():
     micro, _ = tidied(step)
     *_, ones, numbers = micro.jaxpr.outvars
     for result in (ones, numbers):
-        made, _ = steps._Slices(without_markers(micro.jaxpr.eqns)[0]).behind([result])
+        made, _ = Slices(without_markers(micro.jaxpr.eqns)[0]).behind([result])
         shapes = {v.aval.shape for equation in made for v in equation.outvars}
         assert (8,) in shapes  # samples of the batch
         assert (4,) not in shapes  # samples of a microbatch
