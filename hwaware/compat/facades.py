@@ -48,81 +48,93 @@ def _hashable_index(index: Any) -> Tuple[Any, ...]:
     return tuple((x.start, x.stop, x.step) if isinstance(x, slice) else x for x in index)
 
 
+# Facade -> the modules that it stands before: they have the names that it does not add.
+_BEHIND: Dict[str, Tuple[str, ...]] = {
+    **{name: (name,) for name in ("jax", "jax._src", "jax._src.api", "jax._src.dispatch", "jax._src.lib", "jaxlib")},
+    **{name: (name,) for name in ("jax._src.tree_util", "jax.api_util", "jax.experimental", "jax.interpreters")},
+    "jax._src.lib.xla_bridge": ("jax._src.xla_bridge",),
+    "jax._src.lib.xla_client": ("jaxlib.xla_client",),
+    "jax._src.lib.xla_extension": ("jaxlib.xla_extension", "jaxlib._jax"),
+    "jax.abstract_arrays": (),
+    "jax.core": ("jax._src.core",),
+    "jax.experimental.maps": (),
+    "jax.experimental.pjit": (),
+    "jax.interpreters.partial_eval": ("jax._src.interpreters.partial_eval",),
+    "jax.interpreters.pxla": ("jax._src.interpreters.pxla",),
+    "jax.interpreters.xla": ("jax._src.interpreters.xla", "jax.interpreters.xla"),
+    "jax.lib": (),
+    "jax.linear_util": ("jax._src.linear_util",),
+}
+
+
 @functools.lru_cache(maxsize=None)
-def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
-    """Return, for each facade, the modules that it stands before and the names that it adds to theirs."""
+def _added() -> Dict[str, Dict[str, Any]]:
+    """Return the names that each facade adds."""
     import jax.tree_util as tree_util
-    from jax import api_util
     from jax._src import config
-    from jax.interpreters import xla as own_xla
 
     trees = ("tree_map", "tree_flatten", "tree_unflatten", "tree_leaves")
-    sharded = ("NoSharding", "Chunked", "ShardedAxis", "Replicated", "ShardingSpec", "spec_to_indices")
-    cut = {name: getattr(specs, name) for name in sharded}
-    not_cut = dict.fromkeys(("_is_unspecified", "_is_auto", "_is_from_gda"), lambda _: False)
-    unused = dict.fromkeys(("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED"))
-    extension = {
-        "get_alpa_jaxlib_version": lambda: "0.2.2",  # the oldest that Alpa 0.2.3 accepts
-        # The module is an UnloweredProgram of hwaware.patching.names.
-        "hlo_module_count_flop_dot_conv_only": lambda module: module.flops(),
+    return {
+        "jax": {name: getattr(tree_util, name) for name in trees},
+        "jax._src.api": {
+            "FLAGS": getattr(config, "FLAGS", None),
+            "_check_callable": lambda _: None,
+            "make_jaxpr": programs.make_jaxpr,
+        },
+        "jax._src.lib.xla_client": {"ops": _Facade("ops", (), {})},
+        "jax._src.lib.xla_extension": {
+            "get_alpa_jaxlib_version": lambda: "0.2.2",  # the oldest that Alpa 0.2.3 accepts
+            # The module is an UnloweredProgram of hwaware.patching.names.
+            "hlo_module_count_flop_dot_conv_only": lambda module: module.flops(),
+        },
+        "jax._src.tree_util": {"_replace_nones": None},
+        "jax.abstract_arrays": {"array_types": {numpy.ndarray}},
+        "jax.api_util": {"donation_vector": _donation_vector},
+        "jax.core": {
+            "ClosedJaxpr": programs.ClosedJaxpr,
+            "Jaxpr": programs.Jaxpr,
+            "gensym": programs.gensym,
+            "get_aval": programs.get_aval,
+            "named_call_p": programs.named_call_primitive(),
+            "raise_to_shaped": lambda aval, weak_type=None: aval,
+        },
+        "jax.experimental.maps": {"FrozenDict": _HashableDict},
+        "jax.interpreters.partial_eval": {"trace_to_jaxpr_final": programs.trace},
+        "jax.interpreters.xla": _added_to_xla(),
+        "jax.linear_util": {"wrap_init": programs.wrap_init},
+        **_added_for_sharding(),
     }
-    xla = {
+
+
+def _added_to_xla() -> Dict[str, Any]:
+    from jax import api_util
+    from jax.interpreters import xla
+
+    handlers = ("canonicalize_dtype_handlers", "pytype_aval_mappings")
+    return {
         **_placeholders("_CppDeviceArray", "_DeviceArray", "DeviceArray", "AxisEnv"),
         "translations": {},
         "register_translation": lambda *_, **__: None,
         "xops": None,
         "canonicalize_dtype": programs.canonicalized,
         "abstractify": api_util.shaped_abstractify,
-        **{name: {} for name in ("canonicalize_dtype_handlers", "pytype_aval_mappings") if not hasattr(own_xla, name)},
+        **{name: {} for name in handlers if not hasattr(xla, name)},
     }
-    core = {
-        "ClosedJaxpr": programs.ClosedJaxpr,
-        "Jaxpr": programs.Jaxpr,
-        "gensym": programs.gensym,
-        "get_aval": programs.get_aval,
-        "named_call_p": programs.named_call_primitive(),
-        "raise_to_shaped": lambda aval, weak_type=None: aval,
-    }
-    pxla = {
-        **_placeholders("_ShardedDeviceArray", "ShardedDeviceArray", "Unstacked", "Index", "MeshAxisName"),
-        **cut,
-        "_hashable_index": _hashable_index,
-    }
-    manual = {**not_cut, **unused, **_placeholders("ParsedPartitionSpec")}
-    bridge = ("jax._src.xla_bridge",)
+
+
+def _added_for_sharding() -> Dict[str, Dict[str, Any]]:
+    cut = ("NoSharding", "Chunked", "ShardedAxis", "Replicated", "ShardingSpec", "spec_to_indices")
     return {
-        "jax": (("jax",), {name: getattr(tree_util, name) for name in trees}),
-        "jax._src": (("jax._src",), {}),
-        "jax._src.api": (
-            ("jax._src.api",),
-            {
-                "FLAGS": getattr(config, "FLAGS", None),
-                "_check_callable": lambda _: None,
-                "make_jaxpr": programs.make_jaxpr,
-            },
-        ),
-        "jax._src.dispatch": (("jax._src.dispatch",), {}),
-        "jax._src.lib": (("jax._src.lib",), {}),
-        "jax._src.lib.xla_bridge": (bridge, {}),
-        "jax._src.lib.xla_client": (("jaxlib.xla_client",), {"ops": _Facade("ops", (), {})}),
-        "jax._src.lib.xla_extension": (("jaxlib.xla_extension", "jaxlib._jax"), extension),
-        "jax._src.tree_util": (("jax._src.tree_util",), {"_replace_nones": None}),
-        "jax.abstract_arrays": ((), {"array_types": {numpy.ndarray}}),
-        "jax.api_util": (("jax.api_util",), {"donation_vector": _donation_vector}),
-        "jax.core": (("jax._src.core",), core),
-        "jax.experimental": (("jax.experimental",), {}),
-        "jax.experimental.maps": ((), {"FrozenDict": _HashableDict}),
-        "jax.experimental.pjit": ((), manual),
-        "jax.interpreters": (("jax.interpreters",), {}),
-        "jax.interpreters.partial_eval": (
-            ("jax._src.interpreters.partial_eval",),
-            {"trace_to_jaxpr_final": programs.trace},
-        ),
-        "jax.interpreters.pxla": (("jax._src.interpreters.pxla",), pxla),
-        "jax.interpreters.xla": (("jax._src.interpreters.xla", "jax.interpreters.xla"), xla),
-        "jax.lib": ((), {}),
-        "jax.linear_util": (("jax._src.linear_util",), {"wrap_init": programs.wrap_init}),
-        "jaxlib": (("jaxlib",), {}),
+        "jax.experimental.pjit": {
+            **dict.fromkeys(("_is_unspecified", "_is_auto", "_is_from_gda"), lambda _: False),
+            **dict.fromkeys(("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED")),
+            **_placeholders("ParsedPartitionSpec"),
+        },
+        "jax.interpreters.pxla": {
+            **_placeholders("_ShardedDeviceArray", "ShardedDeviceArray", "Unstacked", "Index", "MeshAxisName"),
+            **{name: getattr(specs, name) for name in cut},
+            "_hashable_index": _hashable_index,
+        },
     }
 
 
@@ -148,7 +160,7 @@ class _Facade(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         inside = f"{self.__name__}.{name}"
-        if inside in _ALSO or inside in _names():
+        if inside in _ALSO or inside in _BEHIND:
             return module(inside)
         for owner in self._modules:
             try:
@@ -169,8 +181,9 @@ class _Facade(types.ModuleType):
 def module(name: str) -> Any:
     """Return a module of JAX or jaxlib as Alpa knows it."""
     name = _ALSO.get(name, name)
-    found = _names().get(name)
-    return importlib.import_module(name) if found is None else _Facade(name, *found)
+    if name not in _BEHIND:
+        return importlib.import_module(name)
+    return _Facade(name, _BEHIND[name], _added().get(name, {}))
 
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:

@@ -68,20 +68,7 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
                 sys.exit(f"No checkpoint can be restored: {error}")
     """
     place = os.fspath(folder)
-    if not hasattr(train_step, "get_executable"):
-        raise UnusableInputError(
-            f"train_step is a {type(train_step).__name__}, expected a function made by alpa.parallelize.",
-            "give the parallelized training step itself.",
-        )
-    with contextlib.suppress(ValueError):  # a callable without a signature
-        parameters = inspect.signature(getattr(train_step, "fun", train_step))
-        try:
-            parameters.bind(state, batch)
-        except TypeError as error:
-            raise UnusableInputError(
-                f"train_step takes {parameters}, expected a state and a batch: {error}.",
-                "put all other arguments into the state or the batch.",
-            ) from error
+    _require_step(train_step, state, batch)
     if not leaves.PATCHES.applied:
         raise AlpaError(
             "hwaware's runtime is not under Alpa, expected it there: restore_newest restores to its workers.",
@@ -96,3 +83,21 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
         except DamagedCheckpointError as error:
             print(f"hwaware: step {step} is not restored, an older one is looked for: {error.what}", file=sys.stderr)
     return state, 0
+
+
+def _require_step(train_step: Any, state: Any, batch: Any) -> None:
+    """Refuse a step that Alpa did not make, or that takes other arguments."""
+    if not hasattr(train_step, "get_executable"):
+        raise UnusableInputError(
+            f"train_step is a {type(train_step).__name__}, expected a function made by alpa.parallelize.",
+            "give the parallelized training step itself.",
+        )
+    with contextlib.suppress(ValueError):  # a callable without a signature
+        parameters = inspect.signature(getattr(train_step, "fun", train_step))
+        try:
+            parameters.bind(state, batch)
+        except TypeError as error:
+            raise UnusableInputError(
+                f"train_step takes {parameters}, expected a state and a batch: {error}.",
+                "put all other arguments into the state or the batch.",
+            ) from error
