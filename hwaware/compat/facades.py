@@ -10,6 +10,7 @@ import builtins
 import functools
 import importlib
 import importlib.machinery
+import operator
 import sys
 import types
 from importlib.abc import MetaPathFinder
@@ -42,6 +43,20 @@ def _donation_vector(donated: Sequence[int], args: Sequence[Any], kwargs: Any) -
 
     each = [index in donated for index, argument in enumerate(args) for _ in tree_leaves(argument)]
     return (*each, *(False for _ in tree_leaves(kwargs)))
+
+
+def _rebased(argnums: Any, static_argnums: Any) -> Any:
+    """Return what JAX's function does. Alpa gives it whatever a program wrote, JAX itself only what it has checked."""
+    from jax.api_util import rebase_donate_argnums
+
+    try:
+        places = tuple(map(operator.index, argnums))
+    except TypeError:
+        raise TypeError(
+            f"donate_argnums or batch_argnums of alpa.parallelize is {argnums!r}, expected places of arguments in a "
+            "tuple. To fix: write (0,) for the first argument."
+        ) from None
+    return rebase_donate_argnums(places, static_argnums)
 
 
 def _hashable_index(index: Any) -> Tuple[Any, ...]:
@@ -89,7 +104,7 @@ def _added() -> Dict[str, Dict[str, Any]]:
         },
         "jax._src.tree_util": {"_replace_nones": None},
         "jax.abstract_arrays": {"array_types": {numpy.ndarray}},
-        "jax.api_util": {"donation_vector": _donation_vector},
+        "jax.api_util": {"donation_vector": _donation_vector, "rebase_donate_argnums": _rebased},
         "jax.core": {
             "ClosedJaxpr": programs.ClosedJaxpr,
             "Jaxpr": programs.Jaxpr,

@@ -1,5 +1,7 @@
 """What hwaware takes from inside JAX, on every version."""
 
+import re
+
 import jax
 import numpy
 import pytest
@@ -49,6 +51,27 @@ def test_donated_arguments_are_told_leaf_by_leaf():
 
     donation_vector = facades.module("jax.api_util").donation_vector
     assert donation_vector((1,), (1, {"a": 2, "b": 3}), {"c": 4}) == (False, True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("donate_argnums", 0),
+        ("donate_argnums", (0.0,)),
+        ("batch_argnums", None),
+        ("batch_argnums", "auto"),
+        ("batch_argnums", ("batch",)),
+    ],
+)
+def test_argnums_of_the_wrong_type_are_named(name, wrong):
+    from hwaware.patching import stock_jax
+
+    stock_jax.install()
+    import alpa
+
+    step = alpa.parallelize(lambda state, batch: state, method=alpa.PipeshardParallel(), **{name: wrong})
+    with pytest.raises(TypeError, match=re.escape(f"{wrong!r}, expected places of arguments in a tuple. To fix: ")):
+        step.get_executable(numpy.ones(2), numpy.ones(2))
 
 
 def test_static_dictionaries_with_the_same_values_have_one_hash():
