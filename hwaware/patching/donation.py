@@ -6,10 +6,11 @@ another order, Alpa then also moves or copies weights between stages.
 
 from __future__ import annotations
 
+import collections
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set
 
 from hwaware.compat.jaxprs import is_literal, variables
-from hwaware.patching.parts import parts_of
+from hwaware.patching.parts import Layer, layers_of, parts_of
 
 
 def places_of_results(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Optional[int]]:
@@ -38,6 +39,33 @@ def places_of_results(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Option
                 found[min(like, key=given.__getitem__)] = results[result]
                 order.remove(result)
     return [found.get(value) for value in jaxpr.invars]
+
+
+def places_in_inference(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Optional[int]]:
+    """Return `places_of_results` of a program that serves one microbatch, such as one that extends a cache.
+
+    One layer, which is on one stage, must be all that reads the argument, and must make the result. No argument gives
+    its memory away unless all donated ones have like results. A program that serves needs its weights again, and Alpa
+    donates a flax TrainState by itself.
+    """
+    jaxpr = closed_jaxpr.jaxpr
+    found: List[Optional[int]] = [None] * len(donated)
+    given = {value: place for place, (value, flag) in enumerate(zip(jaxpr.invars, donated)) if flag}
+    counts = collections.Counter(variables(jaxpr.outvars))
+    results = {one: place for place, one in enumerate(jaxpr.outvars) if not is_literal(one) and counts[one] == 1}
+    if collections.Counter(map(_kind, given)) - collections.Counter(map(_kind, results)):
+        return found
+    layers = layers_of(jaxpr.eqns)
+    reads = [set(variables(one.start.invars if isinstance(one, Layer) else one.invars)) for one in layers]
+    readers = collections.Counter(value for read in reads for value in read)
+    for layer, read in zip(layers, reads):
+        made = [one for one in layer.end.outvars if one in results] if isinstance(layer, Layer) else []
+        for value in given:
+            like = [one for one in made if _kind(one) == _kind(value)]
+            if value in read and readers[value] == 1 and like:
+                made.remove(like[0])
+                found[given[value]] = results[like[0]]
+    return found
 
 
 def _kind(value: Any) -> Any:

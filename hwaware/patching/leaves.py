@@ -68,17 +68,20 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
         rescuer = rescue.current()
         if rescuer is not None:
             rescuer.require(arguments)
-        # A batch that Alpa cuts has no memory of its own to give away. A program that serves needs its arguments again.
-        flags = zip(arguments["donated_invars"], arguments["batch_invars"])
         trains = arguments["pipeline_schedule"] != "inference"
-        donated = [trains and given and not is_batch for given, is_batch in flags]
+        # A batch that Alpa cuts has no memory of its own to give away. Later microbatches of a program that serves need
+        # its arguments again.
+        gives = trains or arguments["num_microbatch"] == 1
+        flags = zip(arguments["donated_invars"], arguments["batch_invars"])
+        donated = [gives and given and not is_batch for given, is_batch in flags]
         _tidy(arguments)
-        if any(donated):
+        if trains and any(donated):
             for name in ("closed_jaxpr", "full_batch_closed_jaxpr"):
                 if arguments[name] is not None:
                     arguments[name] = steps.with_results_apart(arguments[name])
         # Alpa hands this to two functions alone, which hwaware overrides.
-        arguments["donated_invars"] = donation.places_of_results(arguments["closed_jaxpr"], donated)
+        places = donation.places_of_results if trains else donation.places_in_inference
+        arguments["donated_invars"] = places(arguments["closed_jaxpr"], donated)
         begin_s = time.monotonic()
         config = observing.compiled(arguments, compiled)
         if rescuer is not None:

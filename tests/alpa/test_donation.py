@@ -103,15 +103,50 @@ def test_donated_arguments_without_a_like_result_stay(pipeline):
     np.testing.assert_array_equal(first._value, again._value)
 
 
-def test_a_served_program_keeps_arguments_like_its_results(pipeline):
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_served_program_keeps_arguments_like_its_results(pipeline, microbatches):
     def serve(state, batch):
         return jnp.tanh(batch["x"] @ state["params"][0]) @ state["params"][1]
 
-    batch = batch_of(2 * WIDTH)  # each microbatch gives a result of the shape of the weights
-    run = pipeline(serve, fresh_state(), batch, 2, 2, donate=(0,), pipeline_schedule="inference")
+    batch = batch_of(microbatches * WIDTH)  # each microbatch gives a result of the shape of the weights
+    run = pipeline(serve, fresh_state(), batch, 2, microbatches, donate=(0,), pipeline_schedule="inference")
     first, again = (run.step_function(run.state, batch) for _ in range(2))
     np.testing.assert_array_equal(first._value, again._value)
     np.testing.assert_allclose(first._value, serve(fresh_state(), batch), rtol=1e-4, atol=1e-4)
+
+
+def extend(cache, batch):
+    """Serve one token a call: each layer adds a row to its own cache, and all count the rows."""
+    x, kept = batch["x"], []
+    for weights, rows in zip(batch["params"], cache["rows"]):
+        rows = jax.lax.dynamic_update_slice(rows, x.mean(0, keepdims=True), (cache["count"], 0))
+        x = jnp.tanh((x + rows.sum(0)) @ weights)
+        kept.append(rows)
+    return {"rows": kept, "count": cache["count"] + 1}, x
+
+
+@pytest.mark.parametrize(
+    "order",
+    [lambda rows: rows, lambda rows: rows[::-1], lambda rows: [*rows[1:], rows[1]]],
+    ids=["as given", "backwards", "one twice"],
+)
+def test_a_served_cache_is_extended_in_its_memory(pipeline, order):
+    def serve(cache, batch):
+        cache, x = extend(cache, batch)
+        return {**cache, "rows": order(cache["rows"])}, x
+
+    cache = {"rows": [jnp.zeros((8, WIDTH)) for _ in range(LAYERS)], "count": jnp.int32(0)}
+    batch = {**batch_of(WIDTH), "params": fresh_state()["params"]}
+    run = pipeline(serve, cache, batch, 2, 1, donate=(0,), pipeline_schedule="inference")
+    stays = order([0, 1]) == [0, 1]
+    for call in range(3):
+        given, (cache, expected) = run.state, jax.jit(serve)(cache, batch)
+        np.testing.assert_allclose(run.step(batch)[0], expected, rtol=1e-4, atol=1e-5)
+        for mine, others in zip(jax.tree_util.tree_leaves(run.state), jax.tree_util.tree_leaves(cache)):
+            np.testing.assert_allclose(mine._value, others, rtol=1e-4, atol=1e-5)
+        if call and stays:
+            assert all(rows.remote_ref.is_deleted_on_workers for rows in given["rows"])
+            np.testing.assert_array_equal(given["count"]._value, call)  # layers of both stages read it
 
 
 def test_which_result_takes_over_which_argument():
