@@ -53,12 +53,6 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
         _require_method(arguments["pipeline_schedule"], arguments["num_microbatch"])
         stage_option.require_profile(arguments["stage_option"], arguments["virtual_mesh"])
         _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
-        for index, (aval, is_batch) in enumerate(zip(arguments["avals"], arguments["batch_invars"])):
-            if is_batch and not aval.shape:
-                raise AlpaError(
-                    f"{names_of_step().argument(index)} is a number, and cannot be cut into microbatches.",
-                    "give it in an argument that is not among batch_argnums.",
-                )
         try:
             return original(*args, **kwargs)
         except HwawareError:

@@ -187,31 +187,6 @@ def test_no_layer_returns_a_bare_number(scale):
     assert ends == 4  # forward and backward pass of two layers
 
 
-def test_a_number_among_the_batch_is_refused(monkeypatch):
-    from hwaware.errors import AlpaError
-    from hwaware.patching import compiling, stage_option
-
-    def original(
-        fun,
-        in_tree,
-        out_tree_thunk,
-        batch_invars,
-        virtual_mesh,
-        num_microbatch,
-        pipeline_schedule,
-        stage_option,
-        *avals,
-    ):
-        raise AssertionError("it is refused before")
-
-    monkeypatch.setattr(stage_option, "require_profile", lambda *_: None)
-    tree = jax.tree_util.tree_structure((({"x": 0}, {"rate": 0, "x": 0}), {}))
-    avals = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4,), (), (8, 4))]
-    compiled = compiling.compile_pipeshard_executable(original)
-    with pytest.raises(AlpaError, match=r"is a number, and cannot be cut into microbatches.*To fix: give it"):
-        compiled(None, tree, lambda: tree, [False, True, True], None, 2, "1f1b", None, *avals)
-
-
 def simple(loss):
     """Return a step of a loss of weights and a batch."""
 
