@@ -7,7 +7,7 @@ import logging
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster
-from hwaware.errors import HwawareError
+from hwaware.errors import HwawareError, UnusableInputError
 from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, Target
 
@@ -94,16 +94,32 @@ def waits(what: str) -> Callable[[Any], Callable[..., None]]:
     return make
 
 
+def require_kept(reference: Any) -> None:
+    """Refuse an array that the workers do not have any more: they would fail on it.
+
+    Raises:
+        UnusableInputError: A step has taken the array's memory.
+    """
+    if reference is None or reference.is_deleted_on_workers:
+        raise UnusableInputError(
+            "An array of the workers was deleted, or donated to a step, which took its memory.",
+            "use what the newest step returned in its place, or leave its argument out of donate_argnums.",
+        )
+
+
 def get_remote_buffers(original: Any) -> Callable[..., Any]:
     """Fetch arrays under watch. Alpa's own function never returns if a worker fails meanwhile."""
 
     def replacement(
         self: Any, ary_refs: Any, host_local_ids: Any = None, batching: bool = False, return_ray_ref: bool = False
     ) -> Any:
+        one = not isinstance(ary_refs, Iterable)
+        for reference in [ary_refs] if one else ary_refs:
+            require_kept(reference)
         wait_for(self, "A step whose results are asked for")
         if return_ray_ref:
             return original(self, ary_refs, host_local_ids, batching, return_ray_ref)
-        if isinstance(ary_refs, Iterable):
+        if not one:
             return _fetched(self, list(ary_refs), host_local_ids)
         return _fetched(self, [ary_refs], [host_local_ids])[0]
 

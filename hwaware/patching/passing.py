@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 import numpy
 
 from hwaware.compat.jaxprs import is_literal, renamed, variables
-from hwaware.patching import batches, observing, rescue
+from hwaware.patching import batches, failures, observing, rescue
 
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
@@ -71,8 +71,10 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):
             _delete_unused(mesh)
             for array in (batches.on_mesh(args[index], mesh) for index in indices):
-                if isinstance(array, DistributedArray) and array.device_mesh is not mesh:
-                    _ = array._value  # the array keeps the value
+                if isinstance(array, DistributedArray):
+                    failures.require_kept(array.remote_ref)
+                    if array.device_mesh is not mesh:
+                        _ = array._value  # the array keeps the value
         return original(self, *args)
 
     def replacement(self: Any, *args: Any) -> Any:

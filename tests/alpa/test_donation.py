@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hwaware.errors import UnusableInputError
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder
 
@@ -101,6 +102,17 @@ def test_donated_arguments_without_a_like_result_stay(pipeline):
     run = pipeline(lambda *given: train_step(*given)[1], fresh_state(), batch_of(16), 2, 4, donate=(0, 1))
     first, again = (run.step_function(run.state, batch_of(16)) for _ in range(2))
     np.testing.assert_array_equal(first._value, again._value)
+
+
+def test_a_donated_array_is_named_and_the_training_goes_on(pipeline):
+    run = pipeline(train_step, fresh_state(), batch_of(16), 2, 2, donate=(0,))
+    first = run.step(batch_of(16))
+    old = run.state
+    run.step(batch_of(16))
+    for use in (lambda: old["params"][0]._value, lambda: run.step_function(old, batch_of(16))):
+        with pytest.raises(UnusableInputError, match=r"donated to a step, which took its memory\. To fix: use what"):
+            use()
+    assert run.step(batch_of(16)) < first
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
