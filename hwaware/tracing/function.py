@@ -261,11 +261,13 @@ def _resize(jax: Any, batch: Any, microbatch_size: int) -> Any:
 
 @contextlib.contextmanager
 def _says_why() -> Iterator[None]:
-    """Turn JAX's own errors (types, shapes, indices, values that only a run knows) into one that names the step."""
+    """Turn an error of JAX (types, shapes, values that only a run knows), or of the step itself, into one of input."""
     try:
         yield
-    except (TypeError, ValueError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    except UnusableInputError:
+        raise
+    except Exception as error:  # a user's step may raise anything
+        reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         raise UnusableInputError(
             f"The train step cannot be traced: {reason}",
             "check that jax.make_jaxpr(train_step)(state, batch) works with a batch of microbatch_size samples.",

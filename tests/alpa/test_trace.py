@@ -274,10 +274,15 @@ def picks(state, batch):
 
 
 @pytest.mark.parametrize(
-    ("step", "state"), [(gradient_step(picks), weights()), (lambda state, _: state, [*weights(), "a name"])]
+    ("step", "state", "error"),
+    [
+        (gradient_step(picks), weights(), ""),
+        (lambda state, _: state, [*weights(), "a name"], "TypeError: "),
+        (lambda state, _: state["params"], {}, "KeyError: 'params'"),
+    ],
 )
-def test_errors_of_jax_say_that_the_step_cannot_be_traced(step, state):
-    with pytest.raises(UnusableInputError, match="The train step cannot be traced"):
+def test_errors_of_jax_and_of_the_step_say_that_it_cannot_be_traced(step, state, error):
+    with pytest.raises(UnusableInputError, match=f"The train step cannot be traced: {error}"):
         trace(step, state)
 
 
