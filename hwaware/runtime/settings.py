@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Dict, Iterator, List, Literal, Optional
 
 from hwaware import cache_folder
@@ -26,7 +27,8 @@ class RuntimeSettings:
         others: See `runtime_settings`.
 
     Raises:
-        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not between 0 and 1e9 s.
+        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not between 0 and 1e9 s. Or a switch is
+            neither True nor False.
     """
 
     sends: Sends = "overlapped"
@@ -44,8 +46,13 @@ class RuntimeSettings:
                 f"sends is {self.sends!r}, expected 'overlapped' or 'blocking'.", "give one of the two."
             )
         require_way(self.transfers)
+        for name in ("enforce_memory", "message_digests", "encrypt"):
+            if not isinstance(getattr(self, name), bool):
+                raise UnusableInputError(
+                    f"{name} is {getattr(self, name)!r}, expected True or False.", "give one of the two."
+                )
         for name in ("receive_limit_s", "step_limit_s"):
-            if not 0 < getattr(self, name) <= _LONGEST_S:
+            if not (isinstance(getattr(self, name), Real) and 0 < getattr(self, name) <= _LONGEST_S):
                 raise UnusableInputError(
                     f"{name} is {getattr(self, name)!r}, expected more than 0 s and at most {_LONGEST_S:g} s.",
                     "give such a number.",
@@ -118,7 +125,8 @@ def runtime_settings(
             use UCX. By default "auto", or the value of the environment variable HWAWARE_TRANSFERS.
 
     Raises:
-        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not between 0 and 1e9 s.
+        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not between 0 and 1e9 s. Or a switch is
+            neither True nor False.
 
     Example:
         >>> from hwaware import runtime_settings

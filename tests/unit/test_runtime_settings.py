@@ -24,7 +24,16 @@ def test_settings_hold_inside_the_block_also_after_an_exception():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"sends": "later"}, {"receive_limit_s": 0}, {"step_limit_s": float("nan")}, {"receive_limit_s": float("inf")}],
+    [
+        {"sends": "later"},
+        {"receive_limit_s": 0},
+        {"step_limit_s": float("nan")},
+        {"receive_limit_s": float("inf")},
+        {"receive_limit_s": "60"},
+        {"encrypt": "no"},
+        {"message_digests": "0"},
+        {"enforce_memory": 0},
+    ],
 )
 def test_wrong_values_are_refused_at_once(wrong):
     with pytest.raises(UnusableInputError, match="To fix:"), hwaware.runtime_settings(**wrong):
