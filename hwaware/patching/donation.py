@@ -44,9 +44,10 @@ def places_of_results(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Option
 def places_in_inference(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Optional[int]]:
     """Return `places_of_results` of a program that serves one microbatch, such as one that extends a cache.
 
-    One layer, which is on one stage, must be all that reads the argument, and must make the result. No argument gives
-    its memory away unless all donated ones have like results. A program that serves needs its weights again, and Alpa
-    donates a flax TrainState by itself.
+    One layer, which is on one stage, must be all that reads the argument, and must make the result. No layer may read
+    the result: a stage may still be sending it when the next call takes its memory. No argument gives its memory away
+    unless all donated ones have like results. A program that serves needs its weights again, and Alpa donates a flax
+    TrainState by itself.
     """
     jaxpr = closed_jaxpr.jaxpr
     found: List[Optional[int]] = [None] * len(donated)
@@ -59,7 +60,8 @@ def places_in_inference(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Opti
     reads = [set(variables(one.start.invars if isinstance(one, Layer) else one.invars)) for one in layers]
     readers = collections.Counter(value for read in reads for value in read)
     for layer, read in zip(layers, reads):
-        made = [one for one in layer.end.outvars if one in results] if isinstance(layer, Layer) else []
+        ends = layer.end.outvars if isinstance(layer, Layer) else ()
+        made = [one for one in ends if one in results and one not in readers]
         for value in given:
             like = [one for one in made if _kind(one) == _kind(value)]
             if value in read and readers[value] == 1 and like:

@@ -1,5 +1,7 @@
 """Donated memory: updates replace the parameters in place, and accumulators do not pile up with the microbatches."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,12 +129,12 @@ def test_a_served_program_keeps_arguments_like_its_results(pipeline, microbatche
     np.testing.assert_allclose(first._value, serve(fresh_state(), batch), rtol=1e-4, atol=1e-4)
 
 
-def extend(cache, batch):
+def extend(cache, batch, reads_others=False):
     """Serve one token a call: each layer adds a row to its own cache, and all count the rows."""
     x, kept = batch["x"], []
     for weights, rows in zip(batch["params"], cache["rows"]):
         rows = jax.lax.dynamic_update_slice(rows, x.mean(0, keepdims=True), (cache["count"], 0))
-        x = jnp.tanh((x + rows.sum(0)) @ weights)
+        x = jnp.tanh((x + rows.sum(0) + (kept[-1].sum(0) if kept and reads_others else 0)) @ weights)
         kept.append(rows)
     return {"rows": kept, "count": cache["count"] + 1}, x
 
@@ -159,6 +161,19 @@ def test_a_served_cache_is_extended_in_its_memory(pipeline, order):
         if call and stays:
             assert all(rows.remote_ref.is_deleted_on_workers for rows in given["rows"])
             np.testing.assert_array_equal(given["count"]._value, call)  # layers of both stages read it
+
+
+def test_a_served_cache_that_the_next_layer_reads_is_copied(pipeline):
+    cache = {"rows": [jnp.zeros((8, WIDTH)) for _ in range(LAYERS)], "count": jnp.int32(0)}
+    batch = {**batch_of(WIDTH), "params": fresh_state()["params"]}
+    serve = functools.partial(extend, reads_others=True)
+    run = pipeline(lambda *given: serve(*given), cache, batch, 2, 1, donate=(0,), pipeline_schedule="inference")
+    for _ in range(2):
+        given, (cache, expected) = run.state, jax.jit(serve)(cache, batch)
+        np.testing.assert_allclose(run.step(batch)[0], expected, rtol=1e-4, atol=1e-5)
+    # The first stage sends the rows of its second layer to the second stage.
+    assert not given["rows"][1].remote_ref.is_deleted_on_workers
+    assert given["rows"][-1].remote_ref.is_deleted_on_workers
 
 
 def test_which_result_takes_over_which_argument():
