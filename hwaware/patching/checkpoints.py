@@ -263,7 +263,8 @@ def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = F
     import jax
     from flax.serialization import from_state_dict, to_state_dict
 
-    saved = _read(folder, step)
+    with checkpoint_folder.readable(folder):
+        saved = _read(folder, step)
     name = checkpoint_folder.manifest_path(folder, step)
     _check_paths(saved, flattened(to_state_dict(placement_specs)), name)
     specs, tree = jax.tree_util.tree_flatten(placement_specs, is_leaf=lambda leaf: leaf is None)
@@ -272,9 +273,10 @@ def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = F
         if isinstance(leaf, SavedArray) and spec is not None:
             _check_kind(leaf, spec.aval, name)
     found = list(leaves)
-    for place, spec in enumerate(specs):
-        if spec is None:
-            found[place] = _own(folder, leaves[place]) if keep_unread else None
+    with checkpoint_folder.readable(folder):
+        for place, spec in enumerate(specs):
+            if spec is None:
+                found[place] = _own(folder, leaves[place]) if keep_unread else None
     loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]] = {}
     remote = [place for place, spec in enumerate(specs) if isinstance(leaves[place], SavedArray) and spec is not None]
     for place in remote:
@@ -295,8 +297,9 @@ def values(folder: str, step: int, paths: Collection[Path]) -> Dict[Path, Any]:
         DamagedCheckpointError: The checkpoint is not as it was written.
         RecordError: The checkpoint is not there any more.
     """
-    saved = _read(folder, step)
-    return {path: _own(folder, saved[path]) for path in paths}
+    with checkpoint_folder.readable(folder):
+        saved = _read(folder, step)
+        return {path: _own(folder, saved[path]) for path in paths}
 
 
 def _read(folder: str, step: int) -> Dict[Path, Any]:

@@ -8,11 +8,12 @@ folder.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
 import shutil
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, Iterator, List, NamedTuple, Optional
 
 from hwaware.errors import RecordError
 from hwaware.runtime.checkpoints import check_size, open_inside, sync_folder
@@ -61,11 +62,18 @@ def steps(folder: str) -> List[int]:
 
 def steps_to_restore(folder: str) -> List[int]:
     """Return the same as `steps`, or raise RecordError."""
-    try:
+    with readable(folder):
         return steps(folder)
+
+
+@contextlib.contextmanager
+def readable(folder: str) -> Iterator[None]:
+    """Turn the system's refusal to read a folder, or a file inside, into a RecordError."""
+    try:
+        yield
     except OSError as error:
         raise RecordError(
-            f"{folder} cannot be read: {error.strerror}.", "check the path and its permissions."
+            f"{error.filename or folder} cannot be read: {error.strerror}.", "check the path and its permissions."
         ) from error
 
 
@@ -119,7 +127,7 @@ def read_manifest(folder: str, step: int) -> bytes:
             f"{folder} holds no whole checkpoint of step {step}; whole ones: {whole or 'none'}.",
             "name one of these; a save that was interrupted is not one.",
         )
-    with open_inside(folder, f"checkpoint_{step}") as file:
+    with readable(folder), open_inside(folder, f"checkpoint_{step}") as file:
         return file.read()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.errors import DamagedCheckpointError, RecordError, UnusableInputError
-from hwaware.patching.checkpoints import _read, restored
+from hwaware.patching.checkpoints import _read, restored, values
 from hwaware.runtime import checkpoint_folder, checkpoints
 from hwaware.runtime.checkpoints import Fault, attempt, box_of, read_boxes, write_arrays
 from hwaware.runtime.manifests import (
@@ -303,6 +303,18 @@ def test_a_step_that_is_not_there(tmp_path):
     file = tmp_path / "checkpoint_2"
     with pytest.raises(RecordError, match=r"checkpoint_2 cannot be read: Not a directory\. To fix: "):
         checkpoint_folder.read_manifest(str(file), 2)
+
+
+def test_a_file_that_the_system_does_not_open_is_named(tmp_path):
+    save(tmp_path, 2)
+    (tmp_path / "checkpoint_3").symlink_to("checkpoint_3")
+    with pytest.raises(RecordError, match=r"checkpoint_3 cannot be read: Too many levels .*\. To fix: check the path"):
+        load(tmp_path, 3)
+    data = next(tmp_path.glob("step_2.*/*.bin"))
+    data.unlink()
+    data.symlink_to(data.name)
+    with pytest.raises(RecordError, match=r"\.bin cannot be read: Too many levels"):
+        values(str(tmp_path), 2, ())
 
 
 def test_restoring_says_which_folder_or_step_does_not_fit(tmp_path, monkeypatch):
