@@ -113,15 +113,16 @@ def get_remote_buffers(original: Any) -> Callable[..., Any]:
     def replacement(
         self: Any, ary_refs: Any, host_local_ids: Any = None, batching: bool = False, return_ray_ref: bool = False
     ) -> Any:
-        one = not isinstance(ary_refs, Iterable)
-        for reference in [ary_refs] if one else ary_refs:
+        are_many = isinstance(ary_refs, Iterable)
+        references = list(ary_refs) if are_many else [ary_refs]
+        for reference in references:
             require_kept(reference)
         wait_for(self, "A step whose results are asked for")
         if return_ray_ref:
-            return original(self, ary_refs, host_local_ids, batching, return_ray_ref)
-        if not one:
-            return _fetched(self, list(ary_refs), host_local_ids)
-        return _fetched(self, [ary_refs], [host_local_ids])[0]
+            return original(self, references if are_many else ary_refs, host_local_ids, batching, return_ray_ref)
+        if are_many:
+            return _fetched(self, references, host_local_ids)
+        return _fetched(self, references, [host_local_ids])[0]
 
     return replacement
 
