@@ -47,27 +47,40 @@ def places_in_inference(closed_jaxpr: Any, donated: Sequence[bool]) -> List[Opti
     One layer, which is on one stage, must be all that reads the argument, and must make the result. No layer may read
     the result: a stage may still be sending it when the next call takes its memory. No argument gives its memory away
     unless all donated ones have like results. A program that serves needs its weights again, and Alpa donates a flax
-    TrainState by itself.
+    TrainState by itself. So what a program returns unchanged takes no memory over either.
     """
     jaxpr = closed_jaxpr.jaxpr
     found: List[Optional[int]] = [None] * len(donated)
     given = {value: place for place, (value, flag) in enumerate(zip(jaxpr.invars, donated)) if flag}
-    counts = collections.Counter(variables(jaxpr.outvars))
-    results = {one: place for place, one in enumerate(jaxpr.outvars) if not is_literal(one) and counts[one] == 1}
-    if collections.Counter(map(_kind, given)) - collections.Counter(map(_kind, results)):
+    returned = variables(jaxpr.outvars)
+    places = {one: place for place, one in enumerate(jaxpr.outvars) if not is_literal(one)}
+    if collections.Counter(map(_kind, given)) - collections.Counter(map(_kind, returned)):
         return found
-    layers = layers_of(jaxpr.eqns)
-    reads = [set(variables(one.start.invars if isinstance(one, Layer) else one.invars)) for one in layers]
+    items = layers_of(jaxpr.eqns)
+    reads = [set(variables(one.start.invars if isinstance(one, Layer) else one.invars)) for one in items]
     readers = collections.Counter(value for read in reads for value in read)
-    for layer, read in zip(layers, reads):
-        ends = layer.end.outvars if isinstance(layer, Layer) else ()
-        made = [one for one in ends if one in results and one not in readers]
+    layers = [(one, read) for one, read in zip(items, reads) if isinstance(one, Layer)]
+    passed = {value for layer, _ in layers for value in _passed(layer)}
+    free = {one for one, count in collections.Counter(returned).items() if count == 1} - passed - set(readers)
+    for layer, read in layers:
+        made = [one for one in layer.end.outvars if one in free]
         for value in given:
             like = [one for one in made if _kind(one) == _kind(value)]
             if value in read and readers[value] == 1 and like:
                 made.remove(like[0])
-                found[given[value]] = results[like[0]]
+                found[given[value]] = places[like[0]]
     return found
+
+
+def _passed(layer: Layer) -> List[Any]:
+    """Return the results of a layer that are copies of what it gets."""
+    copies = {
+        equation.outvars[0]
+        for equation in layer.body
+        if equation.primitive.name == "copy" and equation.invars[0] in layer.start.outvars
+    }
+    pairs = zip(layer.end.invars, layer.end.outvars)
+    return [outer for inner, outer in pairs if not is_literal(inner) and inner in copies]
 
 
 def _kind(value: Any) -> Any:

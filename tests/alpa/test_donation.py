@@ -163,6 +163,18 @@ def test_a_served_cache_is_extended_in_its_memory(pipeline, order):
             np.testing.assert_array_equal(given["count"]._value, call)  # layers of both stages read it
 
 
+def test_a_served_program_keeps_arguments_that_it_returns(pipeline):
+    def serve(state, batch):
+        return state, jnp.tanh(batch["x"] @ state["params"][0]) @ state["params"][1]
+
+    run = pipeline(serve, fresh_state(), batch_of(8), 2, 1, donate=(0,), pipeline_schedule="inference")
+    state, first = run.step_function(run.state, batch_of(8))
+    _, again = run.step_function(state, batch_of(8))
+    _, third = run.step_function(state, batch_of(8))
+    np.testing.assert_array_equal(first._value, again._value)
+    np.testing.assert_array_equal(first._value, third._value)
+
+
 def test_a_served_cache_that_the_next_layer_reads_is_copied(pipeline):
     cache = {"rows": [jnp.zeros((8, WIDTH)) for _ in range(LAYERS)], "count": jnp.int32(0)}
     batch = {**batch_of(WIDTH), "params": fresh_state()["params"]}
