@@ -261,7 +261,7 @@ def _resize(jax: Any, batch: Any, microbatch_size: int) -> Any:
 
 @contextlib.contextmanager
 def _says_why() -> Iterator[None]:
-    """Turn an error of JAX (types, shapes, values that only a run knows), or of the step itself, into one of input."""
+    """Turn an error of JAX (types, shapes), or of the step itself, into one of input."""
     try:
         yield
     except UnusableInputError:
