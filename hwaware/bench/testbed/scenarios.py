@@ -70,7 +70,8 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         require(0 < len(self.shares) <= MAX_HOSTS, f"shares names {len(self.shares)} hosts, expected 1 to {MAX_HOSTS}")
         for host in self.shares:
             require(
-                _HOST.fullmatch(host) is not None, f"host name {host!r} is not a letter and up to 11 letters or digits"
+                _HOST.fullmatch(host) is not None,
+                f"host name {host!r} is not a lower-case letter and up to 11 lower-case letters or digits",
             )
             require(host not in _TAKEN, f"host name {host!r} means something else already, expected another")
         self._check_shares("shares", self.shares)
