@@ -230,7 +230,8 @@ class _Prologue:
         body = [with_names(equation, self._alias) for equation in layer.body]
         end = layer.end.replace(invars=renamed(layer.end.invars, self._alias))
         wanted = [v for equation in [*body, end] for v in variables(equation.invars) if v in self._made]
-        equations, names = self._needed([*wanted, *self._summed])
+        inside = {v: w for v, w in kept if not is_literal(v) and not _is_dropped(w)}
+        equations, names = self._needed([*wanted, *self._summed], inside)
         leaving = [(names.get(v, v), self.copier.new(v.aval), v) for v in self._summed]
         self.ends.update({v: outer for _, outer, v in leaving})
         self._summed = []
@@ -241,9 +242,12 @@ class _Prologue:
         start = start.replace(invars=[v for v, _ in kept], outvars=[w for _, w in kept])
         return Layer(start, [*equations, *(with_names(equation, names) for equation in body)], end)
 
-    def _needed(self, values: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
-        """Return the operations that a layer has to do itself, and the names that it gives to small results."""
-        names: Dict[Any, Any] = {}
+    def _needed(self, values: Sequence[Any], inside: Dict[Any, Any]) -> Tuple[List[Any], Dict[Any, Any]]:
+        """Return the operations that a layer has to do itself, and the names that it gives to small results.
+
+        `inside` has the layer's names for its inputs: Alpa gives an input that a layer's marker names no second name.
+        """
+        names = dict(inside)
         done: List[Any] = []
         for equation in self._slices.behind(values)[0]:
             if self._small.issuperset(equation.outvars):

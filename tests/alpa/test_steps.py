@@ -187,6 +187,29 @@ def test_no_layer_returns_a_bare_number(scale):
     assert ends == 4  # forward and backward pass of two layers
 
 
+def normed_before(params, batch):
+    """Compute before the loss from a weight that the loss reads too, as spectral normalization does."""
+    scales = [jnp.max(weight @ weight) for weight in params]
+    value, gradients = gradient(lambda p: jnp.mean(errors([w / s for w, s in zip(p, scales)], batch)), params)
+    return updated(params, gradients), value
+
+
+def test_a_layer_reads_each_of_its_inputs_by_the_name_that_its_marker_gives():
+    from hwaware.patching import steps
+
+    micro, _ = tidied(normed_before)
+    given, products = set(), 0
+    for equation in micro.jaxpr.eqns:
+        if steps.mark_of(equation) == "start":
+            given = {value for value in equation.invars if not hasattr(value, "val")}
+        elif steps.mark_of(equation) == "end":
+            given = set()
+        else:
+            products += equation.primitive.name == "dot_general" and bool(given)
+            assert not given.intersection(value for value in equation.invars if not hasattr(value, "val"))
+    assert products >= 2 + 2  # before the loss, and forward
+
+
 def simple(loss):
     """Return a step of a loss of weights and a batch."""
 
