@@ -91,7 +91,7 @@ def save_checkpoint(_original: Any) -> Callable[..., None]:
 
     def replacement(ckpt_dir: Any, target: Any, step: int, local_cache_dir: Any = None) -> None:
         del local_cache_dir
-        folder, number = os.fspath(ckpt_dir), _step_number(step)
+        folder, number = os.path.abspath(ckpt_dir), _step_number(step)
         rescue.retried(lambda: save(folder, target, number))
         rescue.saved(folder, number, target)
 
@@ -241,7 +241,7 @@ def restore_checkpoint(_original: Any) -> Callable[..., Any]:
     """Replace Alpa's `restore_checkpoint`. The placement specs name the meshes, wherever the stages once were."""
 
     def replacement(ckpt_dir: Any, step: int, placement_specs: Any) -> Any:
-        return restored(os.fspath(ckpt_dir), _step_number(step), placement_specs)
+        return restored(os.path.abspath(ckpt_dir), _step_number(step), placement_specs)
 
     return replacement
 

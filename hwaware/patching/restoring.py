@@ -67,7 +67,7 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
             except hwaware.HwawareError as error:
                 sys.exit(f"No checkpoint can be restored: {error}")
     """
-    place = os.fspath(folder)
+    place = os.path.abspath(folder)
     _require_step(train_step, state, batch)
     if not leaves.PATCHES.applied:
         raise AlpaError(

@@ -135,6 +135,21 @@ def test_training_goes_on_where_it_was_saved_also_on_other_stages(dtype, pipelin
         alpa.save_checkpoint(tmp_path, run.state, 5)
 
 
+def test_a_relative_folder_lies_where_the_driver_runs(pipeline, tmp_path, monkeypatch):
+    import alpa
+
+    import hwaware
+
+    run = pipeline(train_step, fresh_state(), batch_of(0), stages=2)
+    run.step(batch_of(0))
+    monkeypatch.chdir(tmp_path)  # the workers' own folder is another one
+    alpa.save_checkpoint("here", run.state, 1)
+    expected = run.step(batch_of(1))
+    restored(run, "here", 1)
+    assert run.step(batch_of(1)) == expected
+    assert hwaware.restore_newest("here", run.step_function, fresh_state(), batch_of(0))[1] == 1
+
+
 def test_a_worker_that_dies_while_it_saves(own_workers, pipeline, tmp_path):
     import alpa
     import ray
