@@ -67,6 +67,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
     def launch(self: Any, *args: Any) -> Any:
         from alpa.device_mesh import DistributedArray
 
+        args = _apart(self, args)
         batches.catch_up(self.mesh_group)
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):
             _delete_unused(mesh)
@@ -83,6 +84,22 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
             return launch(self, *args) if run is None else run.call(self, args, launch)
 
     return replacement
+
+
+def _apart(executable: Any, args: Sequence[Any]) -> Sequence[Any]:
+    """Return the arguments, with copies of a donated array that has several places, such as weights and their average.
+
+    The step takes over the array's memory at one place. The others would find it deleted.
+    """
+    plans = zip(executable.mesh_arg_indices, executable.delete_after_shard)
+    donated = {id(args[index]) for plan in plans for index, flag in zip(*plan) if flag}
+    found, first = list(args), set()
+    for place, arg in enumerate(args):
+        if id(arg) in first and hasattr(arg, "_value"):
+            found[place] = numpy.asarray(arg._value)
+        elif id(arg) in donated:
+            first.add(id(arg))
+    return found
 
 
 def _delete_unused(mesh: Any) -> None:

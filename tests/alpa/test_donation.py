@@ -100,6 +100,16 @@ def test_a_leaf_that_a_step_returns_twice_is_two_arrays(pipeline):
         np.testing.assert_allclose(run.step(batch_of(16))[0], loss, rtol=1e-5)
 
 
+def test_a_donated_array_may_be_two_leaves_of_the_state(pipeline):
+    run, expected = pipeline(train_step, fresh_state(), batch_of(16), 2, 4, donate=(0,)), fresh_state()
+    run.state = fresh_state()
+    for _ in range(2):  # arrays of the driver, then those of workers
+        run.state, expected = ({**one, "momentum": one["params"]} for one in (run.state, expected))
+        for _ in range(2):
+            expected, loss = jax.jit(train_step)(expected, batch_of(16))
+            np.testing.assert_allclose(run.step(batch_of(16))[0], loss, rtol=1e-5)
+
+
 def test_donated_arguments_without_a_like_result_stay(pipeline):
     run = pipeline(lambda *given: train_step(*given)[1], fresh_state(), batch_of(16), 2, 4, donate=(0, 1))
     first, again = (run.step_function(run.state, batch_of(16)) for _ in range(2))
