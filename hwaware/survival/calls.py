@@ -109,7 +109,8 @@ class Calls:
                 self.bring([arg])
                 name = name_of(arg)
                 assert name is not None
-            if _specs(executable, True, place) is not None:
+            spec = _specs(executable, True, place)
+            if spec is not None and spec.aval.shape == arg.aval.shape:  # that of a batch is a microbatch's
                 self._origins[name] = _Origin(executable, True, place)
         return has_new
 

@@ -373,6 +373,32 @@ def test_an_evaluation_with_workers_of_its_own(four):
     assert run(True) == (*calm[:2], [1, 1])
 
 
+def test_rows_of_samples_that_are_the_next_batch_come_back_whole(four):
+    """As with the hidden state of a recurrent model: each call returns rows that the next call cuts into microbatches."""
+    import alpa
+
+    def passing(params, rows):
+        def loss(params):
+            out = Mlp().apply(params, rows)
+            return jnp.mean((out - jnp.sin(3 * rows)) ** 2), out
+
+        (_, out), gradients = alpa.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree_util.tree_map(lambda weight, slope: weight - 0.1 * slope, params, gradients), out
+
+    def last_rows(survives):
+        with running(four, survives) as method:
+            step, params, rows = alpa.parallelize(passing, method=method), initial_params(Mlp()), batch_of(0)["x"]
+            for number in range(STEPS):
+                if survives and number == KILLED_STEP:
+                    kill_in_next_call(step)
+                params, rows = step(params, rows)
+            return np.asarray(rows._value)
+
+    calm = last_rows(False)
+    np.testing.assert_array_equal(last_rows(True), calm)
+    assert len(recoveries()) == 1
+
+
 @pytest.mark.thorough
 def test_a_request_is_answered_again(four):
     import alpa
