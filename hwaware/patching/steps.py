@@ -62,7 +62,7 @@ def tidied(
         )
         refusals.require_no_samples_in_update(micro, full, cut, names)
     micro, whole = _independent_results(micro, whole, cut)
-    whole_layers = [_with_copied_numbers(_without_prologue(program, cut, names)) for program in (micro, whole)]
+    whole_layers = [_with_copies_of_what_passes(_without_prologue(program, cut, names)) for program in (micro, whole)]
     programs = [_with_backward_of_all_layers(program) for program in whole_layers]
     return programs[0], None if full is None else programs[1]
 
@@ -259,18 +259,21 @@ class _Prologue:
         return done, names
 
 
-def _with_copied_numbers(closed_jaxpr: Any) -> Any:
-    """Let layers copy literals that they only pass on, such as a gradient of 1: Alpa hashes results."""
+def _with_copies_of_what_passes(closed_jaxpr: Any) -> Any:
+    """Let layers copy what they only pass on, such as a gradient of 1 or the gradient of a weight plus a constant.
+
+    Alpa hashes results, so they may be no literals. It also drops an input that no operation of the layer reads.
+    """
     copier, parts = Copier(closed_jaxpr), parts_of(closed_jaxpr)
     before: List[Any] = []
-    numbers: Set[Any] = set()
+    given: Set[Any] = set()
     for equation in parts.before:
         if mark_of(equation) == "start":
-            numbers = {inner for value, inner in zip(equation.invars, equation.outvars) if is_literal(value)}
+            given = set(equation.outvars)
         if mark_of(equation) == "end":
             values = list(equation.invars)
             for place, value in enumerate(values):
-                if is_literal(value) or value in numbers:
+                if is_literal(value) or value in given:
                     copy, values[place] = copier.passed(value)
                     before.append(copy)
             equation = equation.replace(invars=values)

@@ -187,6 +187,24 @@ def test_no_layer_returns_a_bare_number(scale):
     assert ends == 4  # forward and backward pass of two layers
 
 
+def test_no_layer_returns_one_of_its_inputs():
+    """Alpa drops an input that no operation reads, even if the layer returns it."""
+    from hwaware.patching import steps
+
+    def loss(params, batch):  # the first layer adds, so the other weight's gradient passes its backward pass unchanged
+        return jnp.mean(errors([weight + 0.1 for weight in params], batch))
+
+    micro, _ = tidied(simple(loss))
+    inside, returned = set(), 0
+    for equation in micro.jaxpr.eqns:
+        if steps.mark_of(equation) == "start":
+            inside = set(equation.outvars)
+        if steps.mark_of(equation) == "end":
+            returned += len(equation.invars)
+            assert not inside.intersection(equation.invars)
+    assert returned >= 2 + len(WEIGHTS)  # what crosses, the loss, and the gradients
+
+
 def normed_before(params, batch):
     """Compute before the loss from a weight that the loss reads too, as spectral normalization does."""
     scales = [jnp.max(weight @ weight) for weight in params]
