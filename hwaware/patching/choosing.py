@@ -57,9 +57,11 @@ def best_plan(
     alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
     plan = alpas
     if settings.solver != "alpa" or settings.exclude:
-        plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
+        present = {*(host.name for host in profile.hosts), *(device.id for device in profile.devices)}
+        exclude = tuple(name for name in settings.exclude if name in present)  # others may be lost
+        plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=exclude, **asked)
         if settings.solver not in _MAPPINGS:
-            left = with_reserve(remaining(profile, settings.exclude), settings.reserve_bytes)
+            left = with_reserve(remaining(profile, exclude), settings.reserve_bytes)
             plan = steadiest(plan, workload, left, rule)
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")

@@ -106,6 +106,16 @@ def test_what_is_excluded_is_not_used_by_alpas_mapping_either(choose):
     assert {device for stage in plan.stages for device in stage.devices} == {"a:0"}
 
 
+@pytest.mark.parametrize("solver", ["exact", "even"])
+def test_what_is_excluded_may_be_lost(solver):
+    """A host is down at the start, or lost in the training: no search may stop at its name."""
+    whole, left = hosts(a=1.0, b=1.0, c=1.0), hosts(a=1.0, b=1.0)
+    settings = PlacementSettings(whole, exclude=("b", "c:0"), solver=solver)
+    arguments = {"num_micro_batches": 8, "pipeline_schedule": "1f1b", "virtual_mesh": Mesh("a", "b")}
+    plan = best_plan(settings, left, even(), arguments)
+    assert {device for stage in plan.stages for device in stage.devices} == {"a:0"}
+
+
 def test_programs_choose_by_the_likely_step():
     """Two devices have the lower price, and one of these always waits for the other."""
 
