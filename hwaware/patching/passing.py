@@ -86,7 +86,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def _apart(executable: Any, args: Sequence[Any]) -> Sequence[Any]:
+def _apart(executable: Any, args: Sequence[Any]) -> Tuple[Any, ...]:
     """Return the arguments, with copies of a donated array that has several places, such as weights and their average.
 
     The step takes over the array's memory at one place. The others would find it deleted.
@@ -99,7 +99,7 @@ def _apart(executable: Any, args: Sequence[Any]) -> Sequence[Any]:
             found[place] = numpy.asarray(arg._value)
         elif id(arg) in donated:
             first.add(id(arg))
-    return found
+    return tuple(found)
 
 
 def _delete_unused(mesh: Any) -> None:

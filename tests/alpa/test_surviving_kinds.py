@@ -374,7 +374,7 @@ def test_an_evaluation_with_workers_of_its_own(four):
 
 
 def test_rows_of_samples_that_are_the_next_batch_come_back_whole(four):
-    """As with the hidden state of a recurrent model: each call returns rows that the next call cuts into microbatches."""
+    """As with the hidden state of a recurrent model: each call returns rows that the next one cuts."""
     import alpa
 
     def passing(params, rows):
