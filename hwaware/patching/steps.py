@@ -230,7 +230,7 @@ class _Prologue:
         body = [with_names(equation, self._alias) for equation in layer.body]
         end = layer.end.replace(invars=renamed(layer.end.invars, self._alias))
         wanted = [v for equation in [*body, end] for v in variables(equation.invars) if v in self._made]
-        inside = {v: w for v, w in kept if not is_literal(v) and not _is_dropped(w)}
+        inside = {v: w for v, w in kept if not is_literal(v) and not is_dropped(w)}
         equations, names = self._needed([*wanted, *self._summed], inside)
         leaving = [(names.get(v, v), self.copier.new(v.aval), v) for v in self._summed]
         self.ends.update({v: outer for _, outer, v in leaving})
