@@ -3,8 +3,8 @@
 A price per device of each type turns "at most N devices" into a term of the objective. For any prices the cheapest
 pipeline is a lower bound (Lagrange), and the best prices make it tight. The search divides the possible times of the
 slowest stage into intervals. The bound of an interval is the cheapest pipeline with all stages below its end and one
-above its begin. A beam search from the last stage to the first, guided by the same prices, finds plans; hwaware.costs
-prices them.
+above its begin. Bounds of narrow intervals also count the devices that a pipeline uses. A beam search from the last
+stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
 
 The bound holds for stages of like devices inside one host or on several whole hosts. Tensor-parallel groups wider than
 a host count only where links between hosts are as fast as inside. Links that differ between like hosts count as the
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, List, NamedTuple, Tuple
+from typing import Any, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 
@@ -56,6 +56,8 @@ BELOW = 1.0 - 1e-8
 
 # (first layer, layer after the last, template, unit) in pipeline order
 Built = List[Tuple[int, int, int, int]]
+# Ways to build a stage, and `after` of `least_priced`.
+Space = Tuple[kernels.Ways, IntArray]
 
 
 class _Interval(NamedTuple):
@@ -73,6 +75,7 @@ class _Scale:
     ) -> None:
         self.problem, self.fleet, self.ways, self.deadline = problem, fleet, fleet.ways, deadline
         self.bounds_only, self.counting = bounds_only, True
+        self.uncounted = np.zeros((len(self.ways.kind), 1), dtype=np.int64)
         self.layers = fleet.ways.turn.shape[1]
         self.best, self.found = known_s, (math.inf, [])  # type: Tuple[float, Tuple[float, Built]]
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
@@ -86,23 +89,44 @@ class _Scale:
     def time_left(self) -> bool:
         return time.monotonic() < self.deadline
 
-    def _rules(self, low: float) -> Tuple[float, float, float, float]:
-        """Return how stages behind the slowest count (weight, less), and the slowest (fixed, per longer direction)."""
+    def _rules(self, low: float) -> Tuple[float, float, float, float, float, float]:
+        """Return how stages count in front of the slowest and behind (weight, less), and it (fixed, per longer)."""
         count = self.problem.num_microbatches
         if self.turns and count > self.most_stages:
             # one_f_one_b_s with i = j = the slowest stage: fill + 2 R + c (B - w + 1).
-            return 2.0, low, count * low, 0.0
+            return 1.0, 0.0, 2.0, low, count * low, 0.0
         if self.turns:
             # In every case fill + c + R + (B - 1) max(f, b).
-            return 1.0, 0.0, low, float(count - 1)
-        return 1.0, 0.0, count * low, 0.0
+            return 1.0, 0.0, 1.0, 0.0, low, float(count - 1)
+        return 1.0, 0.0, 1.0, 0.0, count * low, 0.0
 
-    def lower(self, low: float, high: float, prices: FloatArray, after: Any = None) -> Tuple[float, Any, Any]:
+    def lower(
+        self, low: float, high: float, prices: FloatArray, space: Optional[Space] = None
+    ) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
-        after = np.zeros((len(self.ways.kind), 1), dtype=np.int64) if after is None else after
+        ways, after = space or (self.ways, self.uncounted)
         paid = prices[self.ways.kind] * self.ways.devices
-        value, stages, at_port = kernels.least_priced(self.ways, paid, low, high, self._rules(low), after)
+        value, stages, at_port = kernels.least_priced(ways, paid, low, high, self._rules(low), after)
         return float(value - prices @ self.fleet.counts), stages, at_port
+
+    def useful(self, interval: _Interval) -> kernels.Ways:
+        """Return the ways without stages that no pipeline of the interval has if it costs less than `good`."""
+        low, high, _, prices = interval
+        ways, rules, paid = self.ways, self._rules(low), prices[self.ways.kind] * self.ways.devices
+        turned = *rules[2:4], *rules[:2], *rules[4:]
+        front = kernels.least_priced(ways, paid, low, high, rules, self.uncounted)[2]
+        behind = kernels.least_priced(backwards(ways), paid, low, high, turned, self.uncounted)[2][:, ::-1]
+        # [template, first, end] least costs in front of a stage and behind it, without or with the slowest one.
+        front0, front1 = front[:, :-1, ways.port].transpose(0, 2, 1, 3)
+        behind0, behind1 = behind[:, :, ways.port].transpose(0, 2, 3, 1)
+        weight, less, after_weight, after_less, bottleneck, per_longer = rules
+        slowest = np.where(ways.turn >= low, bottleneck + per_longer * ways.longer, np.inf)
+        least = np.minimum(
+            front0 + np.minimum(weight * ways.turn - less + behind1, slowest + behind0),
+            front1 + after_weight * ways.turn - after_less + behind0,
+        )
+        below = least + paid[:, None, None] < self.good + prices @ self.fleet.counts
+        return ways._replace(most=np.where(below, ways.most, -1))
 
     def counted(self, prices: FloatArray) -> IntArray:
         """Return `after` of `least_priced` for states that count used devices in parts of all, of dear kinds first.
@@ -125,15 +149,13 @@ class _Scale:
         then = 2 * (digit // 2 + whole[:, None]) + np.maximum(digit % 2, (rest > 0)[:, None])
         return np.where(then < base, states + (then - digit) * unit, -1)
 
-    def ascend(self, interval: _Interval, steps: int, after: Any = None) -> _Interval:
+    def ascend(self, interval: _Interval, steps: int, space: Optional[Space] = None) -> _Interval:
         """Improve an interval's prices by steps along the devices used too much or too little (Polyak)."""
         prices, best = interval.prices, interval
         for k in range(steps):
-            value, stages, _ = self.lower(interval.low, interval.high, prices, after)
+            value, stages, _ = self.lower(interval.low, interval.high, prices, space)
             if value > best.bound or k == 0:
                 best = best._replace(bound=max(value, interval.bound), prices=prices)
-            if k == 0 and after is not None and value <= interval.bound * (1 + 1e-9):
-                return best  # the pipeline takes no device twice: counting gains nothing
             if value >= self.good or math.isinf(value):
                 return best._replace(bound=max(value, best.bound))
             built = stages[:, 2]
@@ -149,17 +171,26 @@ class _Scale:
             target = self.best if math.isfinite(self.best) else 1.1 * value
             prices = np.maximum(0.0, prices + (target - value) / norm * over * (1.0 if k < steps / 2 else 0.5))
             if k % RAY_EVERY == RAY_EVERY - 1:
-                best = self._along_the_ray(best, after)
+                best = self._along_the_ray(best, space)
                 prices = best.prices
             if best.bound >= self.good or not self.time_left():
                 break
         return best
 
-    def _along_the_ray(self, best: _Interval, after: Any) -> _Interval:
+    def count(self, interval: _Interval) -> _Interval:
+        """Improve an interval's bound and prices by counting the used devices, if that tells pipelines apart."""
+        low, high, bound, prices = interval
+        good, space = self.good, (self.useful(interval), self.counted(prices))
+        if self.lower(low, high, prices, space)[0] <= self.lower(low, high, prices)[0] * (1 + 1e-9):
+            return interval
+        found = self.ascend(interval, COUNTED_STEPS, space)
+        return found._replace(bound=max(bound, min(good, found.bound)))  # all better pipelines have useful stages
+
+    def _along_the_ray(self, best: _Interval, space: Optional[Space]) -> _Interval:
         """Raise all prices by the same factor, without limit if the interval has no plan at all."""
         factor, tried = 1.5, best.prices
         while best.bound < self.good and factor > 1.02:
-            value = self.lower(best.low, best.high, tried * factor, after)[0]
+            value = self.lower(best.low, best.high, tried * factor, space)[0]
             if value > best.bound:
                 tried = tried * factor
                 best = best._replace(bound=value, prices=tried)
@@ -245,6 +276,22 @@ class _Scale:
             names = [name for row in (zip(*rows) if template.across else rows) for name in row]
             made.append(LocatedStage(first, end - 1, in_groups(names, template.group)))
         return self.problem.plan(reversed(made))
+
+
+def backwards(ways: kernels.Ways) -> kernels.Ways:
+    """Return the ways of the same pipelines from the last layer to the first, with no less room in memory."""
+
+    def turned(table: FloatArray, missing: float) -> FloatArray:
+        square = np.pad(table, ((0, 0), (0, 1), (0, 0)), constant_values=missing)
+        return np.ascontiguousarray(square[:, ::-1, ::-1].transpose(0, 2, 1)[:, :-1])
+
+    return ways._replace(
+        turn=turned(ways.turn, np.inf),
+        longer=turned(ways.longer, np.inf),
+        most=turned(np.where(ways.most < 0, ways.most, ways.most + ways.in_flight[1]), -1),
+        first_step=np.zeros_like(ways.first_step),
+        link=np.ascontiguousarray(np.roll(ways.link.transpose(1, 0, 2)[:, :, ::-1], -1, axis=2)),
+    )
 
 
 def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
@@ -333,7 +380,7 @@ def _refined(scale: _Scale, interval: _Interval, ratio: float, width: int, steps
             if part.bound < scale.good and math.isfinite(high):
                 scale.find(high, part.prices, width)
                 if ratio <= COUNTED_FROM and scale.counting:
-                    part = scale.ascend(part, COUNTED_STEPS, scale.counted(part.prices))
+                    part = scale.count(part)
         made.append(part)
         low = high
     return made

@@ -56,21 +56,21 @@ class BeamLabels(NamedTuple):
 def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after: Any) -> Tuple[float, Any, Any]:
     """Return the least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
 
-    `rules` says how stages count. One in front of the slowest counts c + sends. The slowest counts `bottleneck` +
-    `per_longer` x max(f, b). One behind it counts `after_weight` (c + sends) - `after_less`. `price` is that of all
-    devices of each template. A state stands for the devices that are used. `after` [template, state] is the state
-    behind a stage from that in front; -1 if too few devices are left.
+    `rules` says how stages count. One in front of the slowest counts `weight` (c + sends) - `less`, one behind it
+    `after_weight` (c + sends) - `after_less`. The slowest counts `bottleneck` + `per_longer` x max(f, b). `price` is
+    that of all devices of each template. A state stands for the devices that are used. `after` [template, state] is
+    the state behind a stage from that in front; -1 if too few devices are left.
 
     Returns:
         The value, the stages as rows of (first, end, template), and the least cost in front of each cut. The last
             includes the send: [without or with the slowest stage, L + 1, ports behind, states].
     """
-    after_weight, after_less, bottleneck, per_longer = rules
+    weight, less, after_weight, after_less, bottleneck, per_longer = rules
     templates, layers, ports, states = w.turn.shape[0], w.turn.shape[1], w.link.shape[0], after.shape[1]
     value = np.full((2, layers + 1, ports, states), np.inf)
-    came = np.full((2, layers + 1, ports, states, 4), -1, dtype=np.int32)  # first, template, phase and state before
+    came = np.empty((2, layers + 1, ports, states, 4), dtype=np.int32)  # first, template, phase and state before
     at_port = np.full((2, layers + 1, ports, states), np.inf)  # the best with a stage of this port behind
-    who = np.full((2, layers + 1, ports, states), -1, dtype=np.int32)  # port in front
+    who = np.empty((2, layers + 1, ports, states), dtype=np.int32)  # port in front
     at_port[0, 0, :, 0] = 0.0
     for end in range(1, layers + 1):
         need = 1 if end == layers else w.in_flight[1]
@@ -83,7 +83,7 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after
                 if w.most[o, first, end] < 0:
                     continue  # a rule forbids it, and may allow longer ones
                 once = price[o] + (w.first_step[o, end] if first == 0 else 0.0)
-                before, slowest = once + c, np.inf
+                before, slowest = once + weight * c - less, np.inf
                 if c >= low:
                     slowest = once + bottleneck + per_longer * w.longer[o, first, end]
                 behind = once + after_weight * c - after_less
@@ -106,10 +106,11 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after
         if end == layers:
             break
         for phase in range(2):
-            weight = 1.0 if phase == 0 else after_weight
-            for port in range(ports):
-                for front in range(ports):
-                    send = weight * w.link[front, port, end - 1]
+            for front in range(ports):
+                if value[phase, end, front].min() == np.inf:
+                    continue
+                for port in range(ports):
+                    send = (weight if phase == 0 else after_weight) * w.link[front, port, end - 1]
                     for state in range(states):
                         at = value[phase, end, front, state] + send
                         if at < at_port[phase, end, port, state]:

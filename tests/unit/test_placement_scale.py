@@ -309,7 +309,7 @@ def test_counted_devices_make_a_bound_no_smaller():
     prices = np.zeros(len(search.fleet.counts))  # free devices: only counting keeps a pipeline from taking them twice
     low, high = fluid_bound_s(problem.costs, 16) / 16, math.inf
     free, stages, _ = search.lower(low, high, prices)
-    counted, others, _ = search.lower(low, high, prices, search.counted(prices))
+    counted, others, _ = search.lower(low, high, prices, (search.ways, search.counted(prices)))
     assert free < counted
 
     def used(rows):
@@ -320,3 +320,33 @@ def test_counted_devices_make_a_bound_no_smaller():
     assert (used(stages) > search.fleet.counts).any()
     assert counted <= hwaware.plan(workload, profile, num_microbatches=16).objective_s
     assert len(others) > 0
+
+
+@pytest.mark.parametrize("seed", seeds(6, every=3))
+def test_no_stage_of_a_better_pipeline_is_left_out(seed):
+    rng = random.Random(seed)
+    profile, workload = random_cluster(rng, 4, 2), random_workload(rng, 5, 4)
+    schedule, microbatches = rng.choice([("1f1b", 16), ("1f1b", 3), ("gpipe", 8)])
+    problem = Problem(PreparedCosts(workload, profile, schedule), microbatches)
+    search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
+    ways, alone = search.ways, np.zeros((len(search.ways.kind), 1), dtype=np.int64)
+    prices = np.array([rng.uniform(0, 0.1) for _ in search.fleet.counts])
+    best = hwaware.plan(workload, profile, num_microbatches=microbatches, schedule=schedule)
+    low = max(stage.compute_s for stage in best.stages)
+    interval = scale._Interval(0.7 * low, 1.5 * low, 0.0, prices)
+
+    def value(most):
+        return search.lower(interval.low, interval.high, prices, (ways._replace(most=most), alone))[0]
+
+    search.best = 1.3 * value(ways.most)
+    useful, better = search.useful(interval).most, 0
+    for _ in range(3000):
+        only, cuts = np.full_like(ways.most, -1), sorted(rng.sample(range(1, 5), rng.randint(0, 3)))
+        own = [(rng.randrange(len(ways.kind)), first, end) for first, end in zip([0, *cuts], [*cuts, 5])]
+        for row in own:
+            only[row] = ways.most[row]
+        if value(only) < search.good:
+            better += 1
+            assert all(useful[row] == ways.most[row] for row in own)
+    assert better > 10
+    assert (useful < 0).sum() > (ways.most < 0).sum()
