@@ -65,68 +65,76 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after
         The value, the stages as rows of (first, end, template), and the least cost in front of each cut. The last
             includes the send: [without or with the slowest stage, L + 1, ports behind, states].
     """
-    weight, less, after_weight, after_less, bottleneck, per_longer = rules
     templates, layers, ports, states = w.turn.shape[0], w.turn.shape[1], w.link.shape[0], after.shape[1]
     value = np.full((2, layers + 1, ports, states), np.inf)
-    came = np.empty((2, layers + 1, ports, states, 4), dtype=np.int32)  # first, template, phase and state before
     at_port = np.full((2, layers + 1, ports, states), np.inf)  # the best with a stage of this port behind
-    who = np.empty((2, layers + 1, ports, states), dtype=np.int32)  # port in front
     at_port[0, 0, :, 0] = 0.0
     for end in range(1, layers + 1):
         need = 1 if end == layers else w.in_flight[1]
         for o in range(templates):
             own = w.port[o]
             for first in range(end - 1, -1, -1):
-                c = w.turn[o, first, end]
-                if c > high or 0 <= w.most[o, first, end] < need:
+                if w.turn[o, first, end] > high or 0 <= w.most[o, first, end] < need:
                     break
                 if w.most[o, first, end] < 0:
                     continue  # a rule forbids it, and may allow longer ones
-                once = price[o] + (w.first_step[o, end] if first == 0 else 0.0)
-                before, slowest = once + weight * c - less, np.inf
-                if c >= low:
-                    slowest = once + bottleneck + per_longer * w.longer[o, first, end]
-                behind = once + after_weight * c - after_less
+                before, slowest, behind = _added(w, o, first, end, price[o], low, rules)
                 for state in range(states):
                     to = after[o, state]
-                    if to < 0:
-                        continue
-                    front0, front1 = at_port[0, first, own, state], at_port[1, first, own, state]
-                    if front0 + before < value[0, end, own, to]:
-                        value[0, end, own, to] = front0 + before
-                        row = came[0, end, own, to]
-                        row[0], row[1], row[2], row[3] = first, o, 0, state
-                    at, phase = front0 + slowest, 0
-                    if front1 + behind < at:
-                        at, phase = front1 + behind, 1
-                    if at < value[1, end, own, to]:
-                        value[1, end, own, to] = at
-                        row = came[1, end, own, to]
-                        row[0], row[1], row[2], row[3] = first, o, phase, state
-        if end == layers:
-            break
-        for phase in range(2):
+                    if to >= 0:
+                        front0, front1 = at_port[0, first, own, state], at_port[1, first, own, state]
+                        value[0, end, own, to] = min(value[0, end, own, to], front0 + before)
+                        value[1, end, own, to] = min(value[1, end, own, to], front0 + slowest, front1 + behind)
+        for phase in range(2 if end < layers else 0):
             for front in range(ports):
                 if value[phase, end, front].min() == np.inf:
                     continue
                 for port in range(ports):
-                    send = (weight if phase == 0 else after_weight) * w.link[front, port, end - 1]
-                    for state in range(states):
-                        at = value[phase, end, front, state] + send
-                        if at < at_port[phase, end, port, state]:
-                            at_port[phase, end, port, state] = at
-                            who[phase, end, port, state] = front
+                    send = rules[2 * phase] * w.link[front, port, end - 1]
+                    for state in range(states):  # no call of min: the compiler makes it one instruction for several
+                        at, least = value[phase, end, front, state] + send, at_port[phase, end, port, state]
+                        at_port[phase, end, port, state] = at if at < least else least
     place = np.argmin(value[1, layers])
     port, state = place // states, place % states
     best, stages = value[1, layers, port, state], np.empty((layers, 3), dtype=np.int64)
     count, end, phase = 0, layers, 1
     while end > 0 and best < np.inf:
-        row = came[phase, end, port, state]
-        stages[count, 0], stages[count, 1], stages[count, 2] = row[0], end, row[1]
-        count += 1
-        end, phase, state = int(row[0]), int(row[2]), int(row[3])
-        port = int(who[phase, end, port, state])
+        first, o, phase, state = _came_from(
+            w, value[phase, end, port, state], at_port, end, port, phase, state, price, low, rules, after
+        )
+        stages[count, 0], stages[count, 1], stages[count, 2] = first, end, o
+        count, end = count + 1, first
+        if end > 0:
+            port = int(np.argmin(value[phase, end, :, state] + rules[2 * phase] * w.link[:, port, end - 1]))
     return best, stages[:count][::-1].copy(), at_port
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _added(w: Ways, o: int, first: int, end: int, price: float, low: float, rules: Any) -> Tuple[float, float, float]:
+    """Return what a stage adds in front of the slowest, as the slowest, and behind it; see `least_priced`."""
+    weight, less, after_weight, after_less, bottleneck, per_longer = rules
+    c, once = w.turn[o, first, end], price + (w.first_step[o, end] if first == 0 else 0.0)
+    slowest = once + bottleneck + per_longer * w.longer[o, first, end] if c >= low else np.inf
+    return once + weight * c - less, slowest, once + after_weight * c - after_less
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _came_from(
+    w: Ways, value: float, at_port: Any, end: int, port: int, phase: int, state: int, price: Any, low: float, rules: Any,
+    after: Any,
+) -> Tuple[int, int, int, int]:  # fmt: skip
+    """Return the first layer and template of the stage that makes this value, and the phase and state before it."""
+    for o in range(w.turn.shape[0]):
+        if w.port[o] == port:
+            for first in range(end):
+                before, slowest, behind = _added(w, o, first, end, price[o], low, rules)
+                for one in range(after.shape[1]):
+                    if after[o, one] == state:
+                        if at_port[0, first, port, one] + (before if phase == 0 else slowest) == value:
+                            return first, o, 0, one
+                        if phase == 1 and at_port[1, first, port, one] + behind == value:
+                            return first, o, 1, one
+    return 0, -1, 0, 0
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types

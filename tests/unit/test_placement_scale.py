@@ -109,8 +109,10 @@ def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_
     found = hwaware.plan(workload, profile, num_microbatches=microbatches, time_limit_s=3)
     assert found.bound_s <= best * (1 + 1e-12)
     assert found.predicted_step_s <= 1.02 * best
-    kinds = {device.id: device.kind for device in profile.devices}
-    if all(len({kinds[name] for name in stage.devices}) == 1 for stage in found.stages):  # as `every_plan` has them
+    boxes = {device.id: device for device in profile.devices}
+    stages = [[boxes[name] for name in stage.devices] for stage in found.stages]
+    listed = [len(own) == len(boxes) or len({box.host for box in own}) == 1 for own in stages]
+    if all(listed) and all(len({box.kind for box in own}) == 1 for own in stages):  # as `every_plan` has them
         assert found.predicted_step_s >= best * (1 - 1e-12)
     assert fluid_bound_s(PreparedCosts(workload, profile), microbatches) <= best
 
