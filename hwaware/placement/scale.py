@@ -41,6 +41,8 @@ MOST_STATES, MOST_VALUES = 81, 3_000_000
 MOST_USED = 64_000_000
 # Bounds count used devices from this width of intervals on, in so many steps of the prices.
 COUNTED_FROM, COUNTED_STEPS = 1.003, 30
+# So many of the newest plans are priced by hwaware.costs at the end: links inside a stage may differ from its units'.
+NEWEST = 8
 # Part of the time that goes into plans where the bound needs a search of its own.
 PLANS_PART = 0.5
 # Width of the beam for any plan at all.
@@ -57,7 +59,7 @@ BELOW = 1.0 - 1e-8
 # (first layer, layer after the last, template, unit) in pipeline order
 Built = List[Tuple[int, int, int, int]]
 # Ways to build a stage, and `after` of `least_priced`.
-Space = Tuple[kernels.Ways, IntArray]
+Space = Optional[Tuple[kernels.Ways, IntArray]]
 
 
 class _Interval(NamedTuple):
@@ -74,7 +76,7 @@ class _Scale:
         self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False, known_s: float = math.inf
     ) -> None:
         self.problem, self.fleet, self.ways, self.deadline = problem, fleet, fleet.ways, deadline
-        self.bounds_only, self.counting = bounds_only, True
+        self.bounds_only, self.counting, self.newest = bounds_only, True, []  # type: Tuple[bool, bool, List[Built]]
         self.uncounted = np.zeros((len(self.ways.kind), 1), dtype=np.int64)
         self.layers = fleet.ways.turn.shape[1]
         self.best, self.found = known_s, (math.inf, [])  # type: Tuple[float, Tuple[float, Built]]
@@ -100,9 +102,7 @@ class _Scale:
             return 1.0, 0.0, 1.0, 0.0, low, float(count - 1)
         return 1.0, 0.0, 1.0, 0.0, count * low, 0.0
 
-    def lower(
-        self, low: float, high: float, prices: FloatArray, space: Optional[Space] = None
-    ) -> Tuple[float, Any, Any]:
+    def lower(self, low: float, high: float, prices: FloatArray, space: Space = None) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
         ways, after = space or (self.ways, self.uncounted)
         paid = prices[self.ways.kind] * self.ways.devices
@@ -121,10 +121,8 @@ class _Scale:
         behind0, behind1 = behind[:, :, ways.port].transpose(0, 2, 3, 1)
         weight, less, after_weight, after_less, bottleneck, per_longer = rules
         slowest = np.where(ways.turn >= low, bottleneck + per_longer * ways.longer, np.inf)
-        least = np.minimum(
-            front0 + np.minimum(weight * ways.turn - less + behind1, slowest + behind0),
-            front1 + after_weight * ways.turn - after_less + behind0,
-        )
+        least = front1 + after_weight * ways.turn - after_less + behind0
+        least = np.minimum(least, front0 + np.minimum(weight * ways.turn - less + behind1, slowest + behind0))
         below = least + paid[:, None, None] < self.good + prices @ self.fleet.counts
         return ways._replace(most=np.where(below, ways.most, -1))
 
@@ -137,10 +135,9 @@ class _Scale:
         counts, kind, devices = self.fleet.counts, self.ways.kind, self.ways.devices
         most = min(MOST_STATES, MOST_VALUES // (self.layers * len(self.ways.link)))
         parts, more = np.zeros_like(counts), np.zeros_like(counts)
-        dear = np.argsort(-prices * counts)
         while np.prod(2.0 * more + 1) <= most and np.all(more <= counts):
             parts = more.copy()
-            more[dear[np.argmin(more[dear])]] += 1
+            more[np.lexsort((-prices * counts, more))[0]] += 1
         base = 2 * parts + 1
         digits = np.append(1, np.cumprod(base))
         states, unit, base, parts = np.arange(digits[-1]), digits[kind, None], base[kind, None], parts[kind]
@@ -149,7 +146,7 @@ class _Scale:
         then = 2 * (digit // 2 + whole[:, None]) + np.maximum(digit % 2, (rest > 0)[:, None])
         return np.where(then < base, states + (then - digit) * unit, -1)
 
-    def ascend(self, interval: _Interval, steps: int, space: Optional[Space] = None) -> _Interval:
+    def ascend(self, interval: _Interval, steps: int, space: Space = None) -> _Interval:
         """Improve an interval's prices by steps along the devices used too much or too little (Polyak)."""
         prices, best = interval.prices, interval
         for k in range(steps):
@@ -158,11 +155,9 @@ class _Scale:
                 best = best._replace(bound=max(value, interval.bound), prices=prices)
             if value >= self.good or math.isinf(value):
                 return best._replace(bound=max(value, best.bound))
-            built = stages[:, 2]
-            kind, devices = self.ways.kind[built], self.ways.devices[built]
-            used = np.bincount(kind, weights=devices, minlength=len(self.fleet.counts))
-            over = used - self.fleet.counts
-            if np.all(over <= 0):
+            kind, devices = self.ways.kind[stages[:, 2]], self.ways.devices[stages[:, 2]]
+            over = np.bincount(kind, weights=devices, minlength=len(self.fleet.counts)) - self.fleet.counts
+            if self.counting and np.all(over <= 0):
                 self.keep(self.in_units(stages.tolist()))
             over = np.where((prices <= 0) & (over < 0), 0.0, over)
             norm = float(over @ over)
@@ -180,13 +175,15 @@ class _Scale:
     def count(self, interval: _Interval) -> _Interval:
         """Improve an interval's bound and prices by counting the used devices, if that tells pipelines apart."""
         low, high, bound, prices = interval
+        if bound >= self.good or math.isinf(high) or not self.time_left():
+            return interval
         good, space = self.good, (self.useful(interval), self.counted(prices))
         if self.lower(low, high, prices, space)[0] <= self.lower(low, high, prices)[0] * (1 + 1e-9):
             return interval
         found = self.ascend(interval, COUNTED_STEPS, space)
         return found._replace(bound=max(bound, min(good, found.bound)))  # all better pipelines have useful stages
 
-    def _along_the_ray(self, best: _Interval, space: Optional[Space]) -> _Interval:
+    def _along_the_ray(self, best: _Interval, space: Space) -> _Interval:
         """Raise all prices by the same factor, without limit if the interval has no plan at all."""
         factor, tried = 1.5, best.prices
         while best.bound < self.good and factor > 1.02:
@@ -214,8 +211,7 @@ class _Scale:
             if not self.time_left():
                 return
             fill = kernels.beam(cut, self.ways, self.fleet.of_units, paid, front, high, width, labels, fill)
-        complete = labels.counts[0]
-        for k in np.argsort(labels.pool_score[0, :complete])[:40]:
+        for k in np.argsort(labels.pool_score[0, : labels.counts[0]])[:40]:
             made, label = [], int(labels.pool_label[0, k])
             while label > 0:
                 first, end, template, unit, parent, _ = labels.integers[label].tolist()
@@ -228,6 +224,7 @@ class _Scale:
         value = self.price(stages) if stages and not self.bounds_only else math.inf
         if value < self.found[0]:
             self.found, self.best = (value, stages), min(self.best, value)
+            self.newest = [*self.newest[1 - NEWEST :], stages]
 
     def in_units(self, stages: List[List[int]]) -> Built:
         """Return a pipeline of rows (first, end, template) on the fullest units with room; none if one finds none."""
@@ -249,9 +246,7 @@ class _Scale:
         fleet, tables = self.fleet, self.fleet.tables
         if np.any(self.ways.in_flight[: len(stages)][::-1] > self.ways.most[o, first, end]):
             return math.inf
-        f, b, once = (
-            table[o, first, end].tolist() for table in (tables.forward_s, tables.backward_s, tables.per_step_s)
-        )
+        f, b, once = (x[o, first, end].tolist() for x in (tables.forward_s, tables.backward_s, tables.per_step_s))
         pairs = o[:-1], o[1:]
         share = np.maximum(*(self.ways.share[one] for one in pairs))
         sends = share, end[:-1] - 1, fleet.of_units.between[unit[:-1], unit[1:]]
@@ -328,7 +323,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
         scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT)
     if not scale.found[1]:
         return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
-    return Answer(scale.plan(scale.found[1]), min(bound, scale.best))
+    return Answer(min(map(scale.plan, scale.newest), key=problem.value), min(bound, scale.best))
 
 
 def _intervals(scale: _Scale, period: float) -> float:
@@ -337,14 +332,13 @@ def _intervals(scale: _Scale, period: float) -> float:
     for ratio, width, steps in ROUNDS[1:]:
         done: List[_Interval] = []
         for interval in sorted(waiting, key=lambda one: one.bound):
-            if interval.bound >= scale.good or not scale.time_left():
-                done.append(interval)
-                continue
-            done += _refined(scale, interval, ratio, width, steps)
+            is_open = interval.bound < scale.good and scale.time_left()
+            done += _refined(scale, interval, ratio, width, steps) if is_open else [interval]
         waiting = done
+        if ratio <= COUNTED_FROM and scale.counting:
+            waiting = [scale.count(one) for one in sorted(waiting, key=lambda one: one.bound)]
         bound = min(one.bound for one in waiting)
-        hopeless = scale.best > bound * (1 + HOPELESS * (ratio - 1))
-        if hopeless or not scale.time_left() or bound >= scale.good:
+        if scale.best > bound * (1 + HOPELESS * (ratio - 1)) or not scale.time_left() or bound >= scale.good:
             break
     return min([scale.best, *(one.bound for one in waiting)])
 
@@ -379,8 +373,6 @@ def _refined(scale: _Scale, interval: _Interval, ratio: float, width: int, steps
             part = scale.ascend(part, steps)
             if part.bound < scale.good and math.isfinite(high):
                 scale.find(high, part.prices, width)
-                if ratio <= COUNTED_FROM and scale.counting:
-                    part = scale.count(part)
         made.append(part)
         low = high
     return made

@@ -120,8 +120,8 @@ def _added(w: Ways, o: int, first: int, end: int, price: float, low: float, rule
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _came_from(
-    w: Ways, value: float, at_port: Any, end: int, port: int, phase: int, state: int, price: Any, low: float, rules: Any,
-    after: Any,
+    w: Ways, value: float, at_port: Any, end: int, port: int, phase: int, state: int, price: Any, low: float,
+    rules: Any, after: Any,
 ) -> Tuple[int, int, int, int]:  # fmt: skip
     """Return the first layer and template of the stage that makes this value, and the phase and state before it."""
     for o in range(w.turn.shape[0]):
