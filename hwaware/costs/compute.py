@@ -50,7 +50,7 @@ def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
     if points is None:
         raise UnusableInputError(
             f"device {device.id!r} has no throughput curve for {dtype}, only for {sorted(device.throughput)}.",
-            f"measure it (hwaware profile --dtype {dtype}), or trace the workload with a data type that was measured.",
+            f"measure it (hwaware profile --dtype {dtype}), or use a data type that was measured.",
         )
     sizes, seconds = monotone_curve((point.flops, point.seconds) for point in points)
     at = np.asarray(flops, dtype=np.float64)

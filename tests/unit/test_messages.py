@@ -172,7 +172,7 @@ CASES = {
         EVALUATE,
         (
             "device 'fast:0' has no throughput curve for bfloat16, only for ['float32']. To fix: measure it "
-            "(hwaware profile --dtype bfloat16), or trace the workload with a data type that was measured."
+            "(hwaware profile --dtype bfloat16), or use a data type that was measured."
         ),
     ),
     "nowhere to write the plan": (
