@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Dict, Mapping, Optional, Sequence
 
 import msgspec
@@ -27,7 +28,8 @@ def filled(
 
     If other devices measured a layer, it takes the time of the device with the most layers in common. The factor is
     the ratio of these layers' times, or of the largest products if no layer is common. If no device measured a layer,
-    it takes its analytic time. The factor is measured over analytic time of the device's other layers.
+    it takes its analytic time. The factor is measured over analytic time of the device's other layers. A layer whose
+    update alone was not measured takes other devices' updates, by the ratio of the layer's passes.
 
     Args:
         found: Device -> key of a layer -> its measured times; devices and layers may be missing.
@@ -50,6 +52,12 @@ def filled(
                     factor = _product_ratio(speeds[name], speeds[donor], workload.dtype)
                 spread = _ALIKE if alike else NOISE
                 known[key] = {sharding: _scaled(times, factor, spread) for sharding, times in found[donor][key].items()}
+        for key, times in known.items():
+            whole = [theirs[key] for theirs in found.values() if key in theirs and _passes_s(theirs[key]) > 0]
+            updates = [one["1,1"].update_s / _passes_s(one) for one in whole if one["1,1"].update_s is not None]
+            if updates and times["1,1"].update_s is None:
+                update_s = statistics.median(updates) * _passes_s(times)
+                known[key] = {name: msgspec.structs.replace(one, update_s=update_s) for name, one in times.items()}
     for name, known in result.items():
         lacking = [key for key in keys if key not in known]
         if lacking:

@@ -119,6 +119,18 @@ def test_a_device_without_the_workloads_data_type_is_scaled_by_another_type():
     assert times["b:0"]["x"]["1,1"].forward_s == pytest.approx(0.2)
 
 
+def test_an_update_that_a_device_had_no_time_to_measure_is_scaled_by_the_layers_passes():
+    """A device without would seem to update in next to no time, and get more layers than others."""
+    quick = {"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2, update_s=0.03)}
+    slow = {name: MeasuredTime(forward_s=0.2, backward_s=0.4) for name in ("1,1", "2,1")}
+    found = {"a:0": {"x": quick, "y": passes(0.1)}, "b:0": {"x": slow, "y": passes(0.2)}}
+    times = filled(found, sources("x", "y"), workload(2), three().devices[:2])
+    assert [times["b:0"]["x"][name].update_s for name in ("1,1", "2,1")] == pytest.approx([0.06, 0.06])
+    assert times["b:0"]["x"]["1,1"].forward_s == 0.2
+    assert times["a:0"] == found["a:0"]
+    assert times["b:0"]["y"]["1,1"].update_s is None  # nobody measured it
+
+
 def test_a_layer_that_nobody_measured_takes_its_computed_time_times_the_factor_of_the_others():
     profile = three()
     model = workload([1e9, 2e9])  # 1 s and 2 s forward, twice as long backward
