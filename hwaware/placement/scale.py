@@ -35,7 +35,8 @@ from hwaware.plans import Plan
 ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 400, 100))
 # Steps of the prices between two tries of larger ones.
 RAY_EVERY = 12
-# Numbers of used devices that one bound tells apart, and with layers and ports: some 0.1 s, and 0.1 GiB.
+# Numbers of used devices that one bound tells apart, and with layers and ports: some 0.1 s, and 0.1 GiB. In larger
+# tables of stages, devices are not counted.
 MOST_STATES, MOST_VALUES = 81, 3_000_000
 # Numbers of used devices that the labels of one beam hold: 0.1 GiB.
 MOST_USED = 64_000_000
@@ -175,7 +176,7 @@ class _Scale:
     def count(self, interval: _Interval) -> _Interval:
         """Improve an interval's bound and prices by counting the used devices, if that tells pipelines apart."""
         low, high, bound, prices = interval
-        if bound >= self.good or math.isinf(high) or not self.time_left():
+        if bound >= self.good or math.isinf(high) or self.ways.turn.size > MOST_VALUES or not self.time_left():
             return interval
         good, space = self.good, (self.useful(interval), self.counted(prices))
         if self.lower(low, high, prices, space)[0] <= self.lower(low, high, prices)[0] * (1 + 1e-9):
