@@ -260,9 +260,10 @@ class _Prologue:
 
 
 def _with_copies_of_what_passes(closed_jaxpr: Any) -> Any:
-    """Let layers copy what they only pass on, such as a gradient of 1 or the gradient of a weight plus a constant.
+    """Let layers copy what they only pass on, such as a gradient of 1.
 
-    Alpa hashes results, so they may be no literals. It also drops an input that no operation of the layer reads.
+    Another case is the gradient of a weight plus a constant. Alpa hashes results, so they may be no literals. It also
+    drops an input that no operation of the layer reads.
     """
     copier, parts = Copier(closed_jaxpr), parts_of(closed_jaxpr)
     before: List[Any] = []

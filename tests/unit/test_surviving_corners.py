@@ -19,7 +19,7 @@ from hwaware.survival.points import Point
 from hwaware.survival.watching import Interrupted, SurvivingWatch
 
 LOST = WorkerFailedError("stage 0", "its process ended.", "launch it again.")
-SPEC = object()
+SPEC = SimpleNamespace(aval=SimpleNamespace(shape=()))
 
 
 class Array:
