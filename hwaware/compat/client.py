@@ -87,6 +87,8 @@ def load(stablehlo: str, devices: Sequence[Any]) -> Any:
 
 
 def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
+    if _LAPACK.search(stablehlo):
+        lib.lapack._lapack.initialize()  # JAX does so where it lowers the call; without it, the call has no address
     options = xla_client.CompileOptions()
     build = options.executable_build_options
     if len(devices) > 1:
@@ -120,6 +122,7 @@ def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
 _PRODUCT = re.compile(
     r"dot_general %\S+, (%\S+), contracting_dims = \[\d+\] x \[(\d+)\][^:]*: \(tensor<[^>]*>, tensor<((?:\d+x)*)"
 )
+_LAPACK = re.compile("@(lapack|blas)_")
 _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 
 

@@ -121,3 +121,22 @@ def test_another_process_loads_a_compiled_program_from_a_store(monkeypatch):
     results.append(client.load(text, devices).execute([array]))
     assert [numpy.asarray(found).tolist() for (found,) in results] == [[1.0, 3.0, 5.0]] * 3
     assert stored[key] != b"no program"
+
+
+def test_another_process_runs_a_program_that_calls_lapack(tmp_path):
+    import subprocess
+    import sys
+
+    matrix = jax.numpy.diag(jax.numpy.array([9.0, 4.0, 1.0]))
+    lowered = jax.jit(lambda x: jax.numpy.linalg.eigh(x)[0]).lower(matrix)
+    (tmp_path / "program").write_text(str(lowered.compiler_ir("stablehlo")))
+    program = """
+import sys, jax, numpy
+from hwaware.compat import client
+(found,) = client.load(open(sys.argv[1]).read(), jax.devices()[:1]).execute([jax.numpy.diag(numpy.float32([9, 4, 1]))])
+print(numpy.round(numpy.asarray(found), 4).tolist())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "program")], capture_output=True, text=True, timeout=300
+    )
+    assert (done.stdout.strip(), done.returncode) == ("[1.0, 4.0, 9.0]", 0), done.stderr
