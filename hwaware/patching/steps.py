@@ -279,7 +279,13 @@ def _with_copies_of_what_passes(closed_jaxpr: Any) -> Any:
                     before.append(copy)
             equation = equation.replace(invars=values)
         before.append(equation)
-    return joined(closed_jaxpr, parts._replace(before=before), closed_jaxpr.jaxpr.outvars)
+    gradients = list(parts.marker.invars)
+    for place, value in enumerate(gradients):
+        if is_literal(value):  # the zero gradient of a scalar that the loss does not use
+            copy, gradients[place] = copier.passed(value)
+            before.append(copy)
+    parts = Parts(before, parts.marker.replace(invars=gradients), parts.after)
+    return joined(closed_jaxpr, parts, closed_jaxpr.jaxpr.outvars)
 
 
 def _with_backward_of_all_layers(closed_jaxpr: Any) -> Any:

@@ -89,7 +89,7 @@ def scalars(under):
         new = {"params": params, "key": key, "step": state["step"] + 1, "seen": seen}
         return new, value, kept, {"samples": samples, "seven": 7, "ones": jnp.ones((3,))}
 
-    params = {**weights(), "temperature": np.float32(0.1)}
+    params = {**weights(), "temperature": np.float32(0.1), "unused": np.float32(0.1)}
     return step, {"params": params, "key": np.array([0, 7], np.uint32), "step": np.int32(0), "seen": np.int32(0)}
 
 
