@@ -6,6 +6,9 @@ a function of its key, into which hwaware folds the number of the microbatch. So
 and the first one those of plain JAX. Forward and backward pass agree, and so does a restored checkpoint. hwaware does
 not fold in the step. Keep a key in the state, and split it after the gradients, as in plain JAX.
 
+Where the samples themselves bring keys, and `vmap` draws for each sample, nothing is folded in: all samples get the
+numbers of plain JAX.
+
 This holds for `uniform`, `normal`, `truncated_normal`, `gumbel` and `randint`, given keys of `jax.random.PRNGKey`. It
 also holds for all of `jax.random` that build on these, such as `bernoulli` (dropout). Others, such as `bits` and
 `permutation`, draw the same numbers in each microbatch. hwaware refuses a draw inside `lax.while_loop`, `scan` or
@@ -21,7 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy
 
-from hwaware.compat.jaxprs import LOOPS, Operation, flatten, open_jaxpr, with_inner
+from hwaware.compat.jaxprs import (
+    LOOPS,
+    MARKER,
+    Operation,
+    called_programs,
+    fits,
+    flatten,
+    is_literal,
+    open_jaxpr,
+    with_inner,
+)
 from hwaware.compat.programs import (
     Primitive,
     ShapedArray,
@@ -99,6 +112,38 @@ def draws(jaxpr: Any) -> bool:
     return any(each.primitive.name == DRAW for equation in open_jaxpr(jaxpr).eqns for each in with_inner(equation))
 
 
+def with_keys_of_samples(closed_jaxpr: Any, batch: Sequence[bool]) -> Any:
+    """Return the program with a mark at each draw that `vmap` makes with keys from the samples.
+
+    Args:
+        closed_jaxpr: The program.
+        batch: True for each argument with samples.
+    """
+    equations, _ = _marked(closed_jaxpr.jaxpr, batch)
+    return closed_jaxpr.replace(jaxpr=closed_jaxpr.jaxpr.replace(eqns=equations))
+
+
+def _marked(jaxpr: Any, flags: Sequence[bool]) -> Tuple[List[Any], List[bool]]:
+    """Return a jaxpr's operations with marks, and True for each result that depends on the flagged arguments."""
+    known = {variable for variable, flag in zip(jaxpr.invars, flags) if flag}
+    equations = []
+    for equation in jaxpr.eqns:
+        params = dict(equation.params)
+        given = [not is_literal(atom) and atom in known for atom in equation.invars]
+        made = given if equation.primitive.name == MARKER else [any(given)] * len(equation.outvars)
+        if equation.primitive.name == DRAW and given[0]:
+            params["of_samples"] = any(axes[0] is not None for axes in params["batched"])
+        for name, program in equation.params.items():
+            if any(program is one and fits(one, equation) for one in called_programs(equation)):
+                inner, made = _marked(open_jaxpr(program), given)
+                if draws(program):
+                    marked = open_jaxpr(program).replace(eqns=inner)
+                    params[name] = program.replace(jaxpr=marked) if hasattr(program, "jaxpr") else marked
+        known.update(variable for variable, flag in zip(equation.outvars, made) if flag)
+        equations.append(equation.replace(params=params))
+    return equations, [not is_literal(atom) and atom in known for atom in jaxpr.outvars]
+
+
 def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
     """Return the program with its draws written out in JAX's own operations.
 
@@ -134,18 +179,18 @@ def _bind(
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     # An upper bound of integers may lie one beyond their type.
     bounds = tuple(jnp.asarray(bound, None if sampler == "randint" else dtype) for bound in bounds)
-    how = {"sampler": sampler, "shape": sizes, "dtype": dtype, "mode": mode, "batched": ()}
+    how = {"sampler": sampler, "shape": sizes, "dtype": dtype, "mode": mode, "batched": (), "of_samples": False}
     return draw_primitive().bind(key_bits(key), *bounds, **how)
 
 
 def _draw(
     operands: Sequence[Any], microbatch: Any, sampler: str, shape: Any, dtype: Any, mode: Any,
-    batched: Sequence[Tuple[Any, ...]],
+    batched: Sequence[Tuple[Any, ...]], of_samples: bool,
 ) -> Any:  # fmt: skip
     named = {} if mode is None else {"mode": mode}
 
     def one(key: Any, *bounds: Any) -> Any:
-        if microbatch is not None:
+        if microbatch is not None and not of_samples:
             key = jnp.where(microbatch == 0, key, jax.random.fold_in(key, microbatch + _FIRST_MICROBATCH))
         stock = functools.partial(stock_samplers()[sampler], **named)
         if sampler == "randint":

@@ -100,6 +100,11 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
 
 def _tidy(arguments: Dict[str, Any]) -> None:
     """Put a step into a form that Alpa can cut, and log warnings about Alpa's averages over microbatches."""
+    from hwaware.compiler.randomness import with_keys_of_samples
+
+    for name in ("closed_jaxpr", "full_batch_closed_jaxpr"):
+        if arguments[name] is not None:
+            arguments[name] = with_keys_of_samples(arguments[name], arguments["batch_invars"])
     programs = arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"]
     count, names, schedule = arguments["num_microbatch"], compiling.names_of_step(), arguments["pipeline_schedule"]
     if schedule != "inference":

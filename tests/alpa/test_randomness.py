@@ -157,6 +157,26 @@ def test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_n
     np.testing.assert_allclose(np.asarray(once).astype(float), expected.astype(float), rtol=1e-5)
 
 
+@pytest.mark.parametrize("wrap", [lambda function: function, jax.checkpoint], ids=["plain", "rematerialised"])
+def test_keys_of_the_samples_draw_what_plain_jax_draws_in_each_microbatch(wrap):
+    from hwaware.compat.programs import jaxpr_as_fun
+    from hwaware.compiler import randomness
+
+    def function(key, ids):
+        def of_samples(keys):
+            return jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+
+        own = wrap(of_samples)(jax.vmap(lambda each: jax.random.fold_in(key, each))(ids))
+        return own, wrap(of_samples)(jax.random.split(key, 4)), jax.random.normal(ids[:2].astype("uint32"), (4,))
+
+    ids = np.arange(4)
+    program = randomness.with_keys_of_samples(traced(function, KEY, ids), [False, True])
+    found = jax.jit(jaxpr_as_fun(randomness.resolved(program, microbatched=True)))(KEY, ids, 1)
+    own, *shared = zip(found, function(KEY, ids))
+    np.testing.assert_allclose(*own, rtol=1e-5)
+    assert not any(np.allclose(*pair) for pair in shared)
+
+
 def test_a_sharding_of_random_numbers_is_refused():
     from hwaware.errors import AlpaError
 
