@@ -25,6 +25,10 @@ RATIO = (
     "the quotients of the {parts} microbatches with equal weights. To fix: return both sums from the loss, and divide "
     "after the gradient: docs/limits.md#averages-over-microbatches."
 )
+GRADIENT = (
+    "{name} of the step is a gradient with respect to the samples. Each microbatch computes its rows from its own mean "
+    "loss, so they are {parts} times those of the whole batch. To fix: divide them by {parts} outside the step."
+)
 _EXTREMES = ("reduce_max", "reduce_min")
 # Operations whose result has the degree of their first operand.
 _PASSED = (
@@ -76,6 +80,8 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inferenc
             found.append(SUM.format(parts=microbatches))
         elif loss is not None and loss.is_ratio:
             found.append(RATIO.format(parts=microbatches))
+        if SUM.format(parts=microbatches) not in found:
+            found += [GRADIENT.format(name=names.result(place), parts=microbatches) for place in _rows(micro, full)]
     for index, (result, whole) in enumerate(zip(micro.jaxpr.outvars, full.jaxpr.outvars)):
         if is_literal(result) or result not in marked:
             continue
@@ -97,6 +103,21 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inferenc
                 f"so it is 1/{microbatches} of that of the whole batch. To fix: return a mean."
             )
     return found
+
+
+def _rows(micro: Any, full: Any) -> List[int]:
+    """Return the places of the step's results that are gradients with respect to samples."""
+    parts = parts_of(micro)
+    ends = [e for e in parts.before if mark_of(e) == "end" and e.params["name"].endswith("_backward")]
+    made = {v for equation in ends for v in equation.outvars}
+    pairs = zip(parts.marker.invars, parts.marker.outvars)
+    gradients = {result for value, result in pairs if not is_literal(value) and value in made}
+    results = zip(micro.jaxpr.outvars, full.jaxpr.outvars)
+    return [
+        place
+        for place, (one, whole) in enumerate(results)
+        if not is_literal(one) and one in gradients and one.aval.shape != whole.aval.shape
+    ]
 
 
 def _is_scalar(value: Any) -> bool:

@@ -258,6 +258,14 @@ def counted(dtype):
     return step
 
 
+def gradient_of_samples(reduced):
+    def step(params, batch):
+        value, gradients = gradient(lambda x: reduced(errors(params, {**batch, "x": x})), batch["x"])
+        return [weight + 0 for weight in params], value, gradients
+
+    return step
+
+
 SUM, RATIO = "The loss is a sum over the samples", "The loss divides one sum over the samples by another"
 EXTREME = "of the step is a largest or smallest value"
 LOSSES = {
@@ -278,6 +286,11 @@ LOSSES = {
     ),
     "whole number": (counted(jnp.int32), "Result 3 of the step is int32"),
     "maximum": (simple(lambda p, b: errors(p, b).max()), f"Result 2 {EXTREME}"),
+    "gradient of samples": (
+        gradient_of_samples(jnp.mean),
+        "Result 3 of the step is a gradient with respect to the samples",
+    ),
+    "gradient of samples of a sum": (gradient_of_samples(jnp.sum), SUM),
     "sum beside the loss": (counted(jnp.float32), "Result 3 of the step is a sum over the samples"),
 }
 
