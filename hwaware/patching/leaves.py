@@ -409,6 +409,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     "pipeline_parallel.compile_executable": {
         "compile_pipeshard_executable": ("7ed368eb5a0fb253", compiling.compile_pipeshard_executable),
         "_get_full_batch_apply_grad": ("61aa3369d92d1978", passing.get_full_batch_apply_grad),
+        "apply_grad_get_mean": ("d6537dabf5e14749", passing.apply_grad_get_mean),
         "_rewrite_global_outvars_post_concate": ("cd6ffc558c18c1c5", passing.rewrite_global_outvars_post_concate),
         "shard_each_stage": ("4901be7598c6e454", shard_each_stage),
         "compile_pipeshard_executable_internal": ("f83f3e1d807f4548", compile_pipeshard_executable_internal),

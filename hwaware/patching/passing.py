@@ -133,6 +133,26 @@ def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], 
     return replacement
 
 
+def apply_grad_get_mean(original: Any) -> Callable[..., Tuple[Any, Any]]:
+    """Wrap Alpa's function: copy bools, which only a step of one microbatch returns, instead of dividing them by 1."""
+
+    def replacement(*args: Any) -> Tuple[Any, Any]:
+        from alpa.util import clone_jaxpr, new_jaxpr_eqn
+
+        from hwaware.compat.programs import copy_p
+
+        update, results = original(*args)
+        equations = [
+            new_jaxpr_eqn(equation.invars[:1], equation.outvars, copy_p, {})
+            if equation.primitive.name == "div" and equation.outvars[0].aval.dtype == bool
+            else equation
+            for equation in update.eqns
+        ]
+        return clone_jaxpr(update, eqns=equations), results
+
+    return replacement
+
+
 def rewrite_global_outvars_post_concate(_original: Any) -> Callable[..., Tuple[List[Any], Dict[Any, Any]]]:
     """Replace Alpa's function: look results up under the name that a layer gives them.
 

@@ -55,3 +55,27 @@ def test_what_is_returned_unchanged(stages, pipeline):
     for name in ("frozen", "key", "never read"):
         for mine, given in zip(jax.tree_util.tree_leaves(run.state[name]), jax.tree_util.tree_leaves(state[name])):
             np.testing.assert_array_equal(mine._value, given)
+
+
+def test_a_step_of_one_microbatch_returns_bools(pipeline):
+    import alpa
+
+    def step(value_and_grad):
+        def train(weights, batch):
+            def loss(weights):
+                wrong = (jnp.tanh(batch["x"] @ weights[0]) @ weights[1] - batch["y"]) ** 2
+                return jnp.mean(wrong), (wrong[:, 0] > 1, jnp.all(wrong < 9))
+
+            (value, found), gradients = value_and_grad(loss, has_aux=True)(weights)
+            return [w - 0.5 * g for w, g in zip(weights, gradients)], value, found
+
+        return train
+
+    weights = [np.eye(WIDTH, dtype=np.float32), np.eye(WIDTH, dtype=np.float32) * 2]
+    run = pipeline(step(alpa.value_and_grad), weights, batch_of(0), 2, microbatches=1)
+    value, found = run.step(batch_of(0))
+    _, expected, bools = jax.jit(step(jax.value_and_grad))(weights, batch_of(0))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    for mine, plain in zip(found, bools):
+        assert mine.dtype == bool
+        np.testing.assert_array_equal(mine, plain)
