@@ -124,7 +124,7 @@ def read_pins(
 
 def _layer(layer: Union[int, str], workload: Workload) -> int:
     names = [one.name for one in workload.layers]
-    if names.count(str(layer)) == 1 and not isinstance(layer, int):
+    if isinstance(layer, str) and names.count(layer) == 1:
         return names.index(layer)
     number = int(layer) if str(layer).isdecimal() else -1
     if not 0 <= number < len(names):

@@ -18,8 +18,8 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
 
     Larger microbatches compute faster; smaller ones fill the pipeline better and need less memory. Sizes near the
     workload's own come first, and the sizes left share the time left equally. The search skips a size whose bound
-    exceeds the best plan so far. The bound is the least over all sizes. A judge compares the plans of all sizes, and
-    the search then skips none.
+    exceeds the best plan so far, and every size after the time limit. The bound is the least over all sizes. A judge
+    compares the plans of all sizes, and the search then skips none.
     """
     started = time.monotonic()
     sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
@@ -35,7 +35,7 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
             time_limit_s=max(left, 1e-3) / (len(sizes) - index),
         )
         least = least_objective_s(one)
-        if least < value or problem.judge is not None:
+        if (least < value and (left > 0 or best is None)) or problem.judge is not None:
             answer = solver.answer(one)
             least = max(least, answer.bound_s or 0.0)
             found = priced(answer, one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import sys
+from typing import NamedTuple
 
 import instances
 import numpy as np
@@ -158,6 +159,25 @@ def test_open_microbatches_choose_the_best_for_a_global_batch():
     assert len(sizes) > 1
 
 
+def test_open_microbatches_after_the_time_limit_are_not_searched_but_bounded(monkeypatch):
+    searched, even = [], SOLVERS["even"]
+
+    class Recorder(NamedTuple):
+        def answer(self, problem):
+            searched.append(problem.microbatch_size)
+            return even.answer(problem)
+
+        signed = even.signed
+
+    monkeypatch.setitem(SOLVERS, "even", Recorder())
+    model, both = workload(4, 4), cluster("ab")
+    found = hwaware.plan(model, both, num_microbatches=None, global_batch=12, solver="even", time_limit_s=1e-9)
+    assert searched == [4] == [found.microbatch_size]
+    every = [hwaware.plan(with_microbatch_size(model, both, n), both, num_microbatches=12 // n) for n in (1, 2, 3, 6)]
+    assert found.bound_s <= min(plan.objective_s for plan in every)
+    assert found.status == "feasible"
+
+
 def test_open_microbatches_price_devices_with_their_own_times_as_evaluate_does():
     both = cluster([device(f"{name}:0", seconds, memory_bytes=13 * 10**8) for name, seconds in (("a", 1), ("b", 2))])
     times = {**timed(0.1, 0.2), **timed(0.4, 0.8, "b:0")}
@@ -234,6 +254,8 @@ def test_numbers_of_numpy_are_numbers():
     judged = {"solver": "annealing", "judge": lambda plan: np.float32(len(plan.stages))}
     found = hwaware.plan(workload(2), cluster("ab"), **choices, **judged)
     assert hwaware.Plan.from_json(found.to_json()) == found
+    pinned = hwaware.plan(workload(2), cluster("ab"), pins={np.int64(1): "b"})
+    assert pinned.stages[-1].devices == ("b:0",)
 
 
 def test_annealing_minimises_what_its_judge_says():
