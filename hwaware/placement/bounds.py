@@ -111,7 +111,7 @@ def _shared_owned_weights(costs: PreparedCosts) -> Tuple[FloatArray, FloatArray,
         weighted = work * weights[:, None]
         # Devices that win more work than their number allows get dearer.
         won = np.bincount(weighted.argmin(axis=0), weights=weighted.min(axis=0), minlength=len(counts))
-        weights = weights * np.exp((won / won.sum() - found[-1] * counts) / (1 + k / 4))
+        weights = weights * np.exp((won / max(won.sum(), 1e-300) - found[-1] * counts) / (1 + k / 4))
     return shared, owned, found
 
 

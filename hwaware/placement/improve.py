@@ -151,9 +151,7 @@ def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     swapped = {gone: new, new: gone}
     made = []
     for stage in state:
-        replicas = [
-            SharedReplica(tuple(swapped.get(name, name) for name in names), share) for names, share in stage.replicas
-        ]
+        replicas = [SharedReplica(tuple(swapped.get(x, x) for x in names), share) for names, share in stage.replicas]
         made.append(_changed(stage, replicas=tuple(replicas)))
     return tuple(made) if all(map(judge.allows, made)) else None
 
@@ -174,12 +172,9 @@ def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     if len(stage.devices) == 1:
         return None
     part = rng.randrange(1, len(stage.devices))
-    return _with(
-        state,
-        k,
-        judge.built(stage.first, cut, stage.devices[:part], rng.randint(1, part)),
-        judge.built(cut + 1, stage.last, stage.devices[part:], rng.randint(1, len(stage.devices) - part)),
-    )
+    front = judge.built(stage.first, cut, stage.devices[:part], rng.randint(1, part))
+    behind = judge.built(cut + 1, stage.last, stage.devices[part:], rng.randint(1, len(stage.devices) - part))
+    return _with(state, k, front, behind)
 
 
 def _merge(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
@@ -293,7 +288,7 @@ def annealed(state: State, judge: Judge, rng: random.Random, deadline: float) ->
         if changed is None:
             continue
         found = judge.price(changed)
-        temperature = scale * HOTTEST * (COLDEST / HOTTEST) ** (k / CHANGES)
+        temperature = max(1e-300, scale * HOTTEST * (COLDEST / HOTTEST) ** (k / CHANGES))
         worse = found.value - price.value if math.isfinite(price.value) else -1.0
         if worse <= 0 or (math.isfinite(found.value) and rng.random() < math.exp(-worse / temperature)):
             state, price = changed, found

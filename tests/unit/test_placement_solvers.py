@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import warnings
 
 import instances
 import numpy as np
 import pytest
-from builders import cluster, device, layer, link, seeds, thinned, workload
+from builders import cluster, device, layer, link, seeds, thinned, timed, workload
 
 import hwaware
+from hwaware.costs import PreparedCosts
 from hwaware.placement import improve, training_dp
+from hwaware.placement.bounds import fluid_bound_s
 
 BASELINES = ("alpa", "megatron", "even", "proportional")
 
@@ -125,3 +128,14 @@ def test_alpas_search_finds_the_optimum(seed):
         best = cheapest(cost, limits, sizes, devices, lambda t, b=microbatches: sum(t) + (b - 1) * max(t))
         assert found == pytest.approx(best, rel=1e-12)
         assert (stages is None) == math.isinf(best)
+
+
+def test_work_that_takes_no_time_is_annealed_and_bounded():
+    """Changes of a plan that costs nothing are all worse, at no temperature. Devices may be free on unlike layers."""
+    free = workload(3, forward_flops=0.0, backward_flops=0.0)
+    found = hwaware.plan(free, cluster("ab", between=(1e9, 0.1)), solver="annealing")
+    assert found.objective_s == 0.0
+    model = workload([layer(measured={**timed(0, 0, "x"), **timed(1, 2, "y")}), layer(measured=timed(0, 0, "y"))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert fluid_bound_s(PreparedCosts(model, cluster([device(kind="x"), device("b:0", kind="y")])), 8) == 0.0
