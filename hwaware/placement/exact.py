@@ -49,8 +49,7 @@ FEW_DEVICES = 8
 
 def solve(problem: Problem) -> Answer:
     """Return the best plan, never worse than a baseline, with a bound that proves it where time allows."""
-    exact = problem.objective == "per-device" or len(problem.costs.devices) <= MAX_DEVICES
-    _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
+    load_kernels(problem)
     started = time.monotonic()
     short = short_of_memory(problem)
     if short is not None:
@@ -115,8 +114,7 @@ def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
 def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
     """Return the state after random changes that help; None if it does not fit."""
     judge, rng = Judge(problem._replace(judge=None)), random.Random(problem.seed)
-    few = len(judge.names) <= MAX_DEVICES
-    found = improved(state, judge, rng, until) if few else polish(state, judge, rng, until)
+    found = (improved if len(judge.names) <= MAX_DEVICES else polish)(state, judge, rng, until)
     return None if judge.price(found).misfit else problem.plan(found)
 
 
@@ -222,13 +220,19 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     return min(bound, best_s)
 
 
+def load_kernels(problem: Problem) -> None:
+    """Compile the kernels of a problem's searches, or read them from numba's cache, before the clock starts."""
+    devices = len(problem.costs.devices)
+    _load_kernels(problem.objective == "per-device" or devices <= MAX_DEVICES, devices > FEW_DEVICES)
+
+
 @functools.lru_cache(maxsize=None)
 def _load_kernels(exact: bool, at_scale: bool) -> None:
-    """Compile the kernels of these searches, or read them from numba's cache, before the clock starts."""
     from hwaware.cluster import ClusterProfile
     from hwaware.workload import Workload
 
     problem = Problem(PreparedCosts(Workload.uniform(microbatch_size=1), ClusterProfile.uniform(hosts=1)), 1)
+    starting_plans(problem)
     if exact:
         search(prepare(problem), time.monotonic() + 3600.0)
     if at_scale:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from importlib import import_module
 from typing import List, Optional
 
 import msgspec
@@ -21,18 +22,18 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
     exceeds the best plan so far, and every size after the time limit. The bound is the least over all sizes. A judge
     compares the plans of all sizes, and the search then skips none.
     """
+    if solver.name == "exact":
+        import_module(solver.module).load_kernels(problem)
     started = time.monotonic()
     sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
     best: Optional[Plan] = None
     reason: Optional[str] = None
     value = bound = math.inf
     for index, samples in enumerate(sizes):
-        left = problem.time_limit_s - (time.monotonic() - started)
+        count, left = global_batch // samples, problem.time_limit_s - (time.monotonic() - started)
+        part_s = max(left, 1e-3) / (len(sizes) - index)
         one = problem._replace(
-            costs=problem.costs.of_size(samples),
-            num_microbatches=global_batch // samples,
-            microbatch_size=samples,
-            time_limit_s=max(left, 1e-3) / (len(sizes) - index),
+            costs=problem.costs.of_size(samples), num_microbatches=count, microbatch_size=samples, time_limit_s=part_s
         )
         least = least_objective_s(one)
         if (least < value and (left > 0 or best is None)) or problem.judge is not None:

@@ -163,6 +163,8 @@ def test_open_microbatches_after_the_time_limit_are_not_searched_but_bounded(mon
     searched, even = [], SOLVERS["even"]
 
     class Recorder(NamedTuple):
+        name: str = even.name
+
         def answer(self, problem):
             searched.append(problem.microbatch_size)
             return even.answer(problem)
