@@ -6,8 +6,8 @@ a function of its key, into which hwaware folds the number of the microbatch. So
 and the first one those of plain JAX. Forward and backward pass agree, and so does a restored checkpoint. hwaware does
 not fold in the step. Keep a key in the state, and split it after the gradients, as in plain JAX.
 
-Where the samples themselves bring keys, and `vmap` draws for each sample, nothing is folded in: all samples get the
-numbers of plain JAX.
+Where the samples themselves bring keys, and `vmap` draws for each sample, hwaware folds nothing in. All samples get
+the numbers of plain JAX.
 
 This holds for `uniform`, `normal`, `truncated_normal`, `gumbel` and `randint`, given keys of `jax.random.PRNGKey`. It
 also holds for all of `jax.random` that build on these, such as `bernoulli` (dropout). Others, such as `bits` and
