@@ -11,20 +11,21 @@ from pathlib import Path
 from typing import Optional
 
 from hwaware import activation
-from hwaware.patching.mechanism import Target
 
 
-def source_of(folder: Path, target: Target) -> Optional[str]:
-    """The source of a target as `inspect.getsource` gives it; None if the Alpa has no such function."""
-    path = folder / (target.module.replace(".", "/") + ".py")
+def source_of(folder: Path, module: str, function: str) -> Optional[str]:
+    """The source of a module's function as `inspect.getsource` gives it; None if the Alpa has no such function."""
+    path = folder / (module.replace(".", "/") + ".py")
     if not path.exists():
         return None
     text = path.read_text()
     node: ast.AST = ast.parse(text)
-    for name in target.name.split("."):
+    for name in function.split("."):
         found = [one for one in ast.iter_child_nodes(node) if getattr(one, "name", None) == name]
         if not found:
-            return None
+            imports = (one for one in ast.walk(node) if isinstance(one, ast.ImportFrom))
+            origin = next((one.module for one in imports if name in [alias.name for alias in one.names]), None)
+            return source_of(folder, origin, function) if origin else None
         node = found[-1]
     assert isinstance(node, (ast.FunctionDef, ast.ClassDef))
     first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
@@ -39,7 +40,7 @@ def main() -> int:
         return 2
     unfit = 0
     for patch in activation.patches():
-        source = source_of(folder, patch.target)
+        source = source_of(folder, patch.target.module, patch.target.name)
         digest = None if source is None else hashlib.sha256(source.encode()).hexdigest()[:16]
         fits = digest in patch.target.digests
         unfit += not fits
