@@ -119,6 +119,8 @@ def with_keys_of_samples(closed_jaxpr: Any, batch: Sequence[bool]) -> Any:
         closed_jaxpr: The program.
         batch: True for each argument with samples.
     """
+    if not draws(closed_jaxpr):
+        return closed_jaxpr
     equations, _ = _marked(closed_jaxpr.jaxpr, batch)
     return closed_jaxpr.replace(jaxpr=closed_jaxpr.jaxpr.replace(eqns=equations))
 
