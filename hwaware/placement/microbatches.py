@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from importlib import import_module
 from typing import List, Optional
 
 import msgspec
@@ -23,7 +22,9 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
     compares the plans of all sizes, and the search then skips none.
     """
     if solver.name == "exact":
-        import_module(solver.module).load_kernels(problem)
+        from hwaware.placement.exact import load_kernels  # it imports numba
+
+        load_kernels(problem)
     started = time.monotonic()
     sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
     best: Optional[Plan] = None
