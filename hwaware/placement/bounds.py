@@ -62,10 +62,9 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
         1.5
     """
     costs = costs.of_layers
-    shared, owned, weights = _shared_owned_weights(costs)
-    gained_s = 2.0 * costs.most_gained_s
+    shared, owned, weights = costs.cached(_shared_owned_weights)
+    turns, gained_s = costs.schedule == "1f1b", 2.0 * costs.most_gained_s
     bound = max(0.0, num_microbatches * _period_s(shared + owned, weights) - gained_s)
-    turns = costs.schedule == "1f1b"
     if not weights or gained_s or (turns and num_microbatches <= min(len(costs.workload.layers), len(costs.devices))):
         return bound
     groups, least_share = _groups_s(costs), 1.0 / costs.workload.microbatch_size
@@ -87,7 +86,7 @@ def fluid_period_s(costs: PreparedCosts) -> float:
 
         P >= sum_l min_d (u_d w_ld) / sum_d u_d
     """
-    shared, owned, weights = _shared_owned_weights(costs.of_layers)
+    shared, owned, weights = costs.of_layers.cached(_shared_owned_weights)
     return _period_s(shared + owned, weights)
 
 
