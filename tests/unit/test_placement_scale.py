@@ -29,7 +29,7 @@ import hwaware
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.placement import exact, scale
-from hwaware.placement.bounds import fluid_bound_s
+from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet, optimistic
 from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Problem
 
@@ -145,7 +145,7 @@ def test_its_own_prices_are_those_without_head_starts(objective, schedule, head_
     problem = Problem(PreparedCosts(workload, profile, schedule), 32, objective)
     exact._load_kernels(exact=False, at_scale=True)  # compiling does not count
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1.0)
-    scale._intervals(search, fluid_bound_s(problem.costs, 32) / 32)
+    scale._intervals(search, fluid_period_s(problem.costs))
     value, stages = search.found
     cost = evaluate(search.plan(stages), workload, cluster)
     assert cost.objective_s(objective) == pytest.approx(value, rel=1e-9)
@@ -162,7 +162,7 @@ def test_the_large_search_counts_sends_through_one_card():
     best = []
     for fleet in (blind, make_fleet(problem)):
         search = scale._Scale(problem, fleet, time.monotonic() + 1e9)
-        scale._first_intervals(search, fluid_bound_s(problem.costs, 32) / 32)
+        scale._first_intervals(search, fluid_period_s(problem.costs))
         best.append(evaluate(search.plan(search.found[1]), workload, slow, problem.costs).step_s)
     assert best[1] < best[0]
 
@@ -309,7 +309,7 @@ def test_counted_devices_make_a_bound_no_smaller():
     problem = Problem(PreparedCosts(workload, profile), 16)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
     prices = np.zeros(len(search.fleet.counts))  # free devices: only counting keeps a pipeline from taking them twice
-    low, high = fluid_bound_s(problem.costs, 16) / 16, math.inf
+    low, high = fluid_period_s(problem.costs), math.inf
     free, stages, _ = search.lower(low, high, prices)
     counted, others, _ = search.lower(low, high, prices, (search.ways, search.counted(prices)))
     assert free < counted
