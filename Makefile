@@ -25,7 +25,7 @@ DOCTESTED := $(addprefix hwaware/,adapting cache_folder.py cli/_findings.py comp
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,bench/kills.py patching/layer_programs.py compiler/programs.py tracing/digest.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env fuzz demo bench bench-short faults check test test-all coverage beside-alpa lint-beside lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
+.PHONY: env fuzz demo bench bench-short faults check test test-all coverage beside-alpa lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 
 env: $(READY)
 
@@ -61,10 +61,11 @@ check: env
 
 # What CI runs. Tests under Alpa mostly wait for workers, so the others run beside them. With three lines instead of two,
 # a Ray node of a testbed sometimes took longer to start than the 30 s that Ray allows.
-# Tests that measure on a testbed come last: beside them, lint gets what they leave of the processors.
+# Tests that measure on a testbed come last, with nothing beside them: hosts of a testbed have control groups of their own,
+# and the processor divides its time between groups without regard to niceness.
 test: env
 	$(MAKE) --jobs=2 --output-sync=target alpa beside-alpa
-	$(MAKE) --jobs=2 --output-sync=target lint-beside testbed TESTBED="$(filter-out $(UNMEASURED),$(wildcard tests/testbed/test_*.py))"
+	$(MAKE) testbed TESTBED="$(filter-out $(UNMEASURED),$(wildcard tests/testbed/test_*.py))"
 
 # The same with every test, seed, model and way of splitting: hours.
 test-all: export HWAWARE_ALL_CASES = 1
@@ -78,11 +79,8 @@ coverage: env
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/.coverage build/coverage
 	$(BIN)/coverage report --data-file=build/coverage/.coverage --skip-covered --precision=1
 
-lint-beside: env
-	nice -n 19 $(MAKE) lint
-
 beside-alpa: env
-	$(MAKE) --jobs=1 ray testbed package unit TESTBED="$(UNMEASURED)"
+	$(MAKE) --jobs=1 lint ray testbed package unit TESTBED="$(UNMEASURED)"
 
 # Every check runs, also after one that fails.
 lint: env

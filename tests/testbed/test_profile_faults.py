@@ -86,9 +86,12 @@ def host_processes(bed, host):
 
 
 def test_slow_links_and_a_share_that_drops_are_named(bed, tmp_path):
-    """Between the timing of devices and their second timing, h2 falls from 0.4 to 0.2 of a core."""
+    """Between the timing of devices and their second timing, h2 falls from 0.4 to 0.1 of a core.
+
+    Other work on a busy machine hides a smaller fall.
+    """
     try:
-        found = profile(bed, tmp_path / "cluster.json", "Timing links", lambda: bed.set_share("h2", 0.2))
+        found = profile(bed, tmp_path / "cluster.json", "Timing links", lambda: bed.set_share("h2", 0.1))
     finally:
         bed.set_share("h2", 0.4)
     slow = flagged(found, "slow")
