@@ -45,14 +45,18 @@ class _Trait(NamedTuple):
     Attributes:
         degree: 0 if it is independent of the number of samples, 1 if it is in proportion; None if unknown.
         is_sum: True if it is reduced over the samples.
+        is_share: True if it is divided by a sum over the samples, as normalised weights are.
         is_ratio: True if a quotient of two values that are reduced over the samples went into it.
         is_extreme: True if it is a maximum or minimum over the samples.
+        is_number: True if no argument of the program went into it, as into a sum of ones.
     """
 
     degree: Optional[float] = 0.0
     is_sum: bool = False
+    is_share: bool = False
     is_ratio: bool = False
     is_extreme: bool = False
+    is_number: bool = False
 
 
 def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inference: bool = False) -> List[str]:
@@ -139,7 +143,7 @@ class _Traits:
 
     def varies(self, value: Any) -> bool:
         """Return False for a constant, or a value that the program makes of its arguments without the samples."""
-        return self._known.get(value, _Trait()) != _Trait()
+        return self._known.get(value, _Trait())._replace(is_number=False) != _Trait()
 
     def grows(self, value: Any) -> bool:
         """Return True if a value is in proportion to the number of samples."""
@@ -171,11 +175,11 @@ class _Traits:
         try:
             pair = float(small.val), float(large.val)
         except (TypeError, ValueError, AttributeError):
-            return _Trait(None)
+            return _Trait(None, is_number=True)
         for degree in (0, 1, -1):
             if pair[1] == pair[0] * self._ratio**degree:
-                return _Trait(float(degree))
-        return _Trait(None)
+                return _Trait(float(degree), is_number=True)
+        return _Trait(None, is_number=True)
 
     def _one(self, small: Any, large: Any) -> bool:
         operands = [self._of(*pair) for pair in zip(small.invars, large.invars)]
@@ -205,15 +209,19 @@ class _Traits:
         name = large.primitive.name
         degrees = [operand.degree for operand in operands]
         reduces = _reduces(small, large)
-        is_sum = reduces or any(operand.is_sum for operand in operands)
-        is_ratio = any(operand.is_ratio for operand in operands)
-        if name == "div" and large.outvars[0].aval.shape == () and not is_literal(large.invars[1]):
-            is_ratio = is_ratio or (operands[0].is_sum and operands[1].is_sum)
+        is_number = all(operand.is_number for operand in operands)
+        is_sum = (reduces and not is_number) or any(operand.is_sum for operand in operands)
+        is_share = any(operand.is_share for operand in operands)
+        if name == "div" or (name == "integer_pow" and large.params["y"] < 0):
+            is_share = is_share or (operands[-1].is_sum and operands[-1].degree == 1)
+        is_ratio = any(operand.is_ratio for operand in operands) or (is_share and reduces)
+        if name in ("div", "mul") and large.outvars[0].aval.shape == ():
+            is_ratio = is_ratio or all(operand.is_sum for operand in operands) and (name == "div" or is_share)
         is_extreme = name in _PASSED and (operands[0].is_extreme or (reduces and name in _EXTREMES))
         degree = None
         if None not in degrees:
             degree = self._degree(name, large, [float(each or 0) for each in degrees], reduces)
-        return _Trait(degree, is_sum, is_ratio, is_extreme)
+        return _Trait(degree, is_sum, is_share, is_ratio, is_extreme, is_number)
 
     def _degree(self, name: str, equation: Any, degrees: List[float], reduces: bool) -> Optional[float]:
         if name == "reduce_sum":

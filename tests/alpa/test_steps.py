@@ -274,6 +274,8 @@ LOSSES = {
     "root of a mean": (simple(lambda p, b: jnp.sqrt((network(p, b) ** 2).mean())), None),
     "mean and decay": (simple(lambda p, b: errors(p, b).mean() + (p[0] ** 2).sum()), None),
     "normalised": (simple(lambda p, b: ((network(p, b) - network(p, b).mean(0)) ** 2).mean()), None),
+    "sum divided by a sum of ones": (simple(lambda p, b: errors(p, b).sum() / jnp.ones_like(b["mask"]).sum()), None),
+    "divided by a deviation": (simple(lambda p, b: (network(p, b) / (network(p, b).std() + 1)).mean()), None),
     "divided afterwards": (divided_afterwards, None),
     "sum": (simple(lambda p, b: errors(p, b).sum()), SUM),
     "sum and decay": (simple(lambda p, b: errors(p, b).sum() + (p[0] ** 2).sum()), SUM),
@@ -284,6 +286,9 @@ LOSSES = {
         simple(lambda p, b: errors(p, b) @ b["mask"] / jnp.maximum(b["mask"].sum(), 1.0)),
         RATIO,
     ),
+    "normalised mask": (simple(lambda p, b: (errors(p, b) * (b["mask"] / b["mask"].sum())).sum()), RATIO),
+    "reciprocal of a mask": (simple(lambda p, b: (errors(p, b) * b["mask"]).sum() * (1 / b["mask"].sum())), RATIO),
+    "power of a mask": (simple(lambda p, b: (errors(p, b) * b["mask"]).sum() * b["mask"].sum() ** -1), RATIO),
     "whole number": (counted(jnp.int32), "Result 3 of the step is int32"),
     "maximum": (simple(lambda p, b: errors(p, b).max()), f"Result 2 {EXTREME}"),
     "gradient of samples": (
