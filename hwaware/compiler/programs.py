@@ -15,6 +15,10 @@ from hwaware.compat.lowering import annotate
 from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.compiler import randomness
 from hwaware.compiler.layouts import Layout, copied_spec
+from hwaware.errors import AlpaError
+
+# Parts of the names by which StableHLO calls Python, in all versions of JAX.
+_CALLS_OF_PYTHON = ("python_cpu_callback", "python_gpu_callback")
 
 
 class StageProgram(NamedTuple):
@@ -139,12 +143,24 @@ def lower_function(
     layout: Optional[Layout],
     pairs: Mapping[int, int] = types.MappingProxyType({}),
 ) -> StageProgram:
-    """Lower a function of arrays like `avals`; results take over the memory of arguments by `pairs`."""
+    """Lower a function of arrays like `avals`; results take over the memory of arguments by `pairs`.
+
+    Raises:
+        AlpaError: The function calls Python: its address is one of this process, and another process would crash.
+    """
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     module = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("stablehlo")
     shapes: Sequence[Tuple[int, ...]] = [tuple(aval.shape) for aval in avals]
     annotate(module, pairs, *(layout or ()))
+    text = str(module)
+    if any(call in text for call in _CALLS_OF_PYTHON):
+        raise AlpaError(
+            "The step calls a Python function of this process (jax.pure_callback, jax.experimental.io_callback, or "
+            "jax.debug.print inside a loop or branch), but other processes run the stages.",
+            "compute the value by operations of JAX, or outside the step, and give it to the step as an argument. "
+            "Return values to print from the step.",
+        )
     if layout is not None:
         shapes = [spec.part(shape) for spec, shape in zip(layout.inputs, shapes)]
     kinds = tuple((shape, str(aval.dtype)) for shape, aval in zip(shapes, avals))
-    return StageProgram(name, str(module), kinds, num_devices=1 if layout is None else layout.num_devices)
+    return StageProgram(name, text, kinds, num_devices=1 if layout is None else layout.num_devices)

@@ -106,6 +106,11 @@ def _tidy(arguments: Dict[str, Any]) -> None:
         if arguments[name] is not None:
             arguments[name] = with_keys_of_samples(arguments[name], arguments["batch_invars"])
     programs = arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"]
+    if programs[0].jaxpr.effects:
+        LOG.warning(
+            "The step calls jax.debug.print, jax.debug.callback or jax.experimental.io_callback. Alpa leaves out calls "
+            "without a result. To fix: return the values from the step, and print them outside."
+        )
     count, names, schedule = arguments["num_microbatch"], compiling.names_of_step(), arguments["pipeline_schedule"]
     if schedule != "inference":
         programs = steps.tidied(*programs, arguments["batch_invars"], count, schedule, names)

@@ -216,7 +216,7 @@ class _Traits:
             is_share = is_share or (operands[-1].is_sum and operands[-1].degree == 1)
         is_ratio = any(operand.is_ratio for operand in operands) or (is_share and reduces)
         if name in ("div", "mul") and large.outvars[0].aval.shape == ():
-            is_ratio = is_ratio or all(operand.is_sum for operand in operands) and (name == "div" or is_share)
+            is_ratio = is_ratio or (all(operand.is_sum for operand in operands) and (name == "div" or is_share))
         is_extreme = name in _PASSED and (operands[0].is_extreme or (reduces and name in _EXTREMES))
         degree = None
         if None not in degrees:

@@ -155,6 +155,47 @@ def test_typed_keys_in_the_state_are_refused():
         tidied(split_before, (WEIGHTS, jax.random.key(0), np.int32(5)))
 
 
+def same(x):
+    return jax.pure_callback(lambda array: array, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+
+def printed(x):
+    jax.debug.print("{x}", x=x)
+    return x
+
+
+def stages_with(called):
+    """Return the stages of a step that calls a function on its loss."""
+    import alpa
+    import recorded_programs
+
+    def step(params, batch):
+        def loss(params):
+            return jnp.mean((jnp.tanh(batch["x"] @ params[0]) @ params[1] @ params[0] @ params[1]) ** 2)
+
+        value, gradients = alpa.value_and_grad(loss)(params)
+        return [weight - one for weight, one in zip(params, gradients)], called(value)
+
+    return recorded_programs.stages_of(recorded_programs.Case(lambda: (step, WEIGHTS, BATCH), (1, 1)))
+
+
+@pytest.mark.parametrize("called", [same, lambda x: jax.lax.while_loop(lambda y: y < 9, lambda y: printed(y + 1), x)])
+def test_a_call_of_python_that_would_crash_a_worker_is_refused(called):
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=r"calls a Python function of this process.*To fix:"):
+        stages_with(called)
+
+
+def test_prints_that_alpa_leaves_out_are_warned_of(caplog):
+    stages = stages_with(printed)
+    assert not any("callback" in stage.program.stablehlo for stage in stages)
+    assert any("Alpa leaves out calls without a result. To fix:" in line for line in caplog.messages)
+    caplog.clear()
+    stages_with(jnp.sqrt)
+    assert not caplog.messages
+
+
 def last_layer_passes_on(scale):
     """Add a term of an earlier layer to the loss: its gradient is `scale`."""
 
