@@ -66,7 +66,8 @@ def split(array: Any, dim: Optional[int], replicas: int) -> Any:
     """Return the replicas' parts of an array in a new first dimension; the array itself if `dim` is None."""
     if dim is None:
         return array
-    return jnp.moveaxis(array.reshape((*array.shape[:dim], replicas, -1, *array.shape[dim + 1 :])), dim, 0)
+    shape = (*array.shape[:dim], replicas, array.shape[dim] // replicas, *array.shape[dim + 1 :])
+    return jnp.moveaxis(array.reshape(shape), dim, 0)
 
 
 def own_scalar(vector: Any, mesh: Mesh) -> Any:

@@ -308,3 +308,12 @@ def test_a_microbatch_that_the_replicas_cannot_share_is_refused(pipeline):
 
     with pytest.raises(AlpaError, match=r"2 replicas, but a microbatch has 3 samples.*To fix:"):
         pipeline(step, model.initial_state(0), model.batch(0, 6), 1, logical=(2, 1))
+
+
+@pytest.mark.parametrize("width", [3, 0])
+def test_replicas_share_samples_also_without_elements(width):
+    from hwaware.compiler.by_replica import split
+
+    parts = split(numpy.arange(2 * 4 * width).reshape(2, 4, width), 1, 2)
+    assert parts.shape == (2, 2, 2, width)
+    assert (parts[1] == numpy.arange(2 * 4 * width).reshape(2, 4, width)[:, 2:]).all()
