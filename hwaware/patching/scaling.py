@@ -73,18 +73,19 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inferenc
     if not traits.follow(*(program.jaxpr.eqns for program in (micro, full))):
         return []
     found: List[str] = []
-    marked, first, is_divided = variables(micro.jaxpr.outvars), None, False
+    marked, first, is_divided, is_total = variables(micro.jaxpr.outvars), None, False, False
     if not inference:
         marked = list(parts_of(micro).marker.outvars)
         loss, is_divided = traits.loss(full), traits.divides_afterwards(micro, full)
         first = next(
             (place for place, result in enumerate(micro.jaxpr.outvars) if marked and result is marked[0]), None
         )
-        if loss is not None and loss.degree == 1 and not is_divided:
+        is_total = loss is not None and loss.degree == 1 and not is_divided
+        if is_total:
             found.append(SUM.format(parts=microbatches))
         elif loss is not None and loss.is_ratio:
             found.append(RATIO.format(parts=microbatches))
-        if SUM.format(parts=microbatches) not in found:
+        if not is_total:
             found += [GRADIENT.format(name=names.result(place), parts=microbatches) for place in _rows(micro, full)]
     for index, (result, whole) in enumerate(zip(micro.jaxpr.outvars, full.jaxpr.outvars)):
         if is_literal(result) or result not in marked:
@@ -101,7 +102,9 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inferenc
                 f"{names.result(index)} of the step is {result.aval.dtype}. Alpa averages it over the {microbatches} "
                 "microbatches and cuts off the fraction. To fix: return it as float32."
             )
-        elif _is_scalar(result) and traits.grows(whole) and not is_divided and index != first:
+        elif is_same and _is_float(result) and traits.grows(whole) and not is_divided and index != first:
+            if is_total and result.aval.shape:
+                continue  # perhaps a gradient, of which the warning of the loss speaks
             found.append(
                 f"{names.result(index)} of the step is a sum over the samples. Alpa averages it over the microbatches, "
                 f"so it is 1/{microbatches} of that of the whole batch. To fix: return a mean."
@@ -124,8 +127,8 @@ def _rows(micro: Any, full: Any) -> List[int]:
     ]
 
 
-def _is_scalar(value: Any) -> bool:
-    return not is_literal(value) and value.aval.shape == () and getattr(value.aval.dtype, "kind", "") in tuple("fV")
+def _is_float(value: Any) -> bool:
+    return not is_literal(value) and getattr(value.aval.dtype, "kind", "") in tuple("fV")
 
 
 class _Traits:
@@ -156,7 +159,7 @@ class _Traits:
     def loss(self, full: Any) -> Optional[_Trait]:
         """Return the loss's trait; None if it is not clear which value is the loss."""
         first = next(iter(parts_of(full).marker.invars), None)
-        if first is None or not _is_scalar(first):
+        if first is None or first.aval.shape or not _is_float(first):
             ends = [e for e in full.jaxpr.eqns if mark_of(e) == "end" and not e.params["name"].endswith("_backward")]
             scalars = [v for v in ends[-1].invars if not is_literal(v) and v.aval.shape == ()] if ends else []
             first = scalars[0] if len(scalars) == 1 else None

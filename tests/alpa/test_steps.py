@@ -299,6 +299,14 @@ def counted(dtype):
     return step
 
 
+def sums_beside(params, batch):
+    def loss(p):
+        return errors(p, batch).mean(), network(p, batch).sum(0)
+
+    (value, sums), gradients = gradient(loss, params, has_aux=True)
+    return updated(params, gradients), value, sums
+
+
 def gradient_of_samples(reduced):
     def step(params, batch):
         value, gradients = gradient(lambda x: reduced(errors(params, {**batch, "x": x})), batch["x"])
@@ -337,6 +345,9 @@ LOSSES = {
         "Result 3 of the step is a gradient with respect to the samples",
     ),
     "gradient of samples of a sum": (gradient_of_samples(jnp.sum), SUM),
+    "gradients of a sum": (lambda params, batch: gradient(lambda p: errors(p, batch).sum(), params), SUM),
+    "gradients of a mean": (lambda params, batch: gradient(lambda p: errors(p, batch).mean(), params), None),
+    "sums beside the loss": (sums_beside, "Result 3 of the step is a sum over the samples"),
     "sum beside the loss": (counted(jnp.float32), "Result 3 of the step is a sum over the samples"),
 }
 
@@ -359,6 +370,9 @@ def test_averages_over_microbatches_that_are_not_the_batchs_own_are_warned_of(na
         (lambda x: x.mean(), None),
         (lambda x: jnp.arange(x.shape[1]) + 1, None),
         (lambda x: x.sum(), "Result 0 of the step is a sum over the samples"),
+        (lambda x: x.sum(0), "Result 0 of the step is a sum over the samples"),
+        (lambda x: x.T @ x, "Result 0 of the step is a sum over the samples"),
+        (lambda x: x.sum(1), None),
         (lambda x: (x > 0).sum(), "Result 0 of the step is int32"),
         (lambda x: jnp.abs(x).max(), f"Result 0 {EXTREME} of the samples"),
         (lambda x: x.min(0), f"Result 0 {EXTREME} of the samples"),
