@@ -218,13 +218,21 @@ def start_worker(place: Place, kind: Any) -> Any:
     """
     import ray
 
-    from hwaware.patching.stock_jax import prepare_worker
     from hwaware.runtime import settings
     from hwaware.runtime.worker import CONTROL
 
     node = {f"node:{place.address}": 0.001}
     actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(kind)
-    return actor.remote(place, prepare_worker, settings.current(), program_secret(), program_identity())
+    return actor.remote(place, preparation(), settings.current(), program_secret(), program_identity())
+
+
+def preparation() -> Callable[[], Any]:
+    """Return what prepares a worker for the programs of this driver."""
+    import jax
+
+    from hwaware.patching.stock_jax import prepare_worker
+
+    return functools.partial(prepare_worker, jax.config.jax_enable_x64)
 
 
 def program_secret() -> bytes:

@@ -60,9 +60,17 @@ def install() -> None:
     _installed = True
 
 
-def prepare_worker() -> Any:
-    """Make `import alpa` work in a worker, and return the module with Alpa's timers."""
+def prepare_worker(wide: bool = False) -> Any:
+    """Make `import alpa` work in a worker, and return the module with Alpa's timers.
+
+    Args:
+        wide: The driver's `jax_enable_x64`. Without it, JAX makes narrower arrays than the driver's programs take.
+    """
+    import jax
+
     from hwaware.compat.absent import without
+
+    jax.config.update("jax_enable_x64", wide)
 
     with without(*_DRIVERS):
         install()

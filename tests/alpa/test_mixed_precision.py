@@ -140,3 +140,36 @@ def test_bfloat16_with_float32_weights(stages, pipeline):
         expected.append(float(value))
     np.testing.assert_allclose(losses, expected, rtol=1e-2)
     assert all(leaf.aval.dtype == np.float32 for leaf in jax.tree_util.tree_leaves(run.state[0]))
+
+
+@pytest.fixture
+def wide_numbers():
+    """Let this process compute in float64."""
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
+
+
+def test_workers_compute_in_float64_as_their_driver_does(wide_numbers, pipeline):
+    import alpa
+
+    drawn = np.random.default_rng(0)
+    weights = [drawn.standard_normal((WIDTH, WIDTH)) for _ in range(2)]
+    batch = {"x": drawn.standard_normal((SAMPLES, WIDTH))}
+
+    def step(value_and_grad):
+        def train_step(weights, batch):
+            def loss(weights):
+                return jnp.mean((jnp.tanh(batch["x"] @ weights[0]) @ weights[1]) ** 2)
+
+            value, gradients = value_and_grad(loss)(weights)
+            return [weight - gradient for weight, gradient in zip(weights, gradients)], value
+
+        return train_step
+
+    run = pipeline(step(alpa.value_and_grad), weights, batch, 2, donate=(0,))
+    (found,) = run.step(batch)
+    new, expected = step(jax.value_and_grad)(weights, batch)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+    for mine, theirs in zip(run.state, new):
+        np.testing.assert_allclose(np.asarray(mine._value), theirs, rtol=1e-12, atol=1e-12)

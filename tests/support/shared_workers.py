@@ -75,8 +75,7 @@ class Pool:
 
     def started(self, place, kind):
         """Start a worker in place of `leaves.start_worker`."""
-        from hwaware.patching.leaves import program_identity, program_secret
-        from hwaware.patching.stock_jax import prepare_worker
+        from hwaware.patching.leaves import preparation, program_identity, program_secret
         from hwaware.runtime import settings
 
         if place.workers > 1 or not self.is_on:
@@ -85,7 +84,7 @@ class Pool:
         idle = self._idle.setdefault(like, [])
         worker = idle.pop() if idle else self._new(place.address, *like)
         self._taken[worker._actor_id] = like
-        worker.take.remote(place, prepare_worker, settings.current(), program_secret(), program_identity())
+        worker.take.remote(place, preparation(), settings.current(), program_secret(), program_identity())
         return worker
 
     def _new(self, address, kind, devices):
