@@ -158,7 +158,11 @@ def explained(error: Exception, frames: Any, function: str) -> AlpaError:
     last = own[-1]
     if frames[-1].name == "trace_jaxpr_with_micro_batch":
         what = f"The batch of {function} cannot be cut into microbatches: {_text(error)}."
-        return AlpaError(what, "give arrays of equally many samples, a multiple of num_micro_batches.")
+        return AlpaError(
+            what,
+            "give arrays of equally many samples, a multiple of num_micro_batches. Give arrays without samples, such "
+            "as a random key, in an argument that batch_argnums does not name.",
+        )
     does = next((_DOES[frame.name] for frame in reversed(own) if frame.name in _DOES), "compiled it")
     place = f"{last.name}, {os.path.basename(last.filename)}:{last.lineno}"
     return AlpaError(
