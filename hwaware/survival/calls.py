@@ -178,6 +178,8 @@ class Calls:
         if old is None:
             setattr(new, _NAME, name)
             return new
+        for part in getattr(old, "_mesh_array_map", {}).values():  # Alpa may just wait for one
+            part.__dict__ = dict(vars(one(new)))
         old.__class__ = new.__class__
         old.__dict__ = {**vars(new), _NAME: name}
         return old

@@ -399,6 +399,23 @@ def test_rows_of_samples_that_are_the_next_batch_come_back_whole(four):
     assert len(recoveries()) == 1
 
 
+def test_a_value_that_every_stage_has_is_read_first(four):
+    """The program notices the loss as it reads the step count, whose replica on one stage Alpa then fetches."""
+    import alpa
+
+    with running(four, survives=True) as method:
+        function, state = made_of(Mlp(), adam())
+        step = alpa.parallelize(function, method=method)
+        for number in range(3):
+            if number == 1:
+                kill_in_next_call(step)
+            state, loss = step(state, batch_of(number))
+            count = state["slots"][0].count
+            assert type(count).__name__ == "ReplicatedDistributedArray"
+            assert (int(count._value), len(recoveries())) == (number + 1, min(number, 1))
+        assert np.isfinite(loss._value)
+
+
 @pytest.mark.thorough
 def test_a_request_is_answered_again(four):
     import alpa
