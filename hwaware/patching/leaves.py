@@ -194,10 +194,16 @@ def launch_xla_servers(_original: Any) -> Callable[..., Any]:
             _wait_until_up(self, workers)
             return None, workers
         except BaseException:
-            end_actors(workers)
+            end_actors(_to_end(workers))
             raise
 
     return replacement
+
+
+def _to_end(workers: Sequence[Any]) -> Sequence[Any]:
+    """Return the workers that end with a failed launch: a recovery keeps its own, and tries again."""
+    rescuer = rescue.current()
+    return workers if rescuer is None else [worker for worker in workers if not rescuer.keeps(worker)]
 
 
 def _started(mesh: Any, rank: int) -> Any:
@@ -341,6 +347,7 @@ def _launched(virtual_meshes: Sequence[Any]) -> List[Any]:
         for number in list(launched):
             mesh = launched.pop(number, None)
             if mesh is not None:
+                mesh.workers = _to_end(mesh.workers)
                 mesh.shutdown(forced=True)
 
     threads = [threading.Thread(target=launch, args=(each,), daemon=True) for each in range(len(virtual_meshes))]

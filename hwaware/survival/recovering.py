@@ -76,8 +76,8 @@ class Recovery:
         self._empty: List[PlaceOfWorker] = []
         # Actors whose loss is known: an attempt that fails after it counts no further loss.
         self._gone: Set[Any] = set()
-        # Actors that the newest attempt has started early: one may take longer to import JAX than others to answer.
-        self._early: Set[Any] = set()
+        # Actors that this recovery has started: one may take longer to import JAX than others to answer.
+        self._fresh: Set[Any] = set()
         self._moved_bytes = 0
 
     def run(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
@@ -101,7 +101,7 @@ class Recovery:
 
     def _tried(self, actors: Dict[Place, Any], empty: List[PlaceOfWorker], plan: Optional[Plan]) -> Recovered:
         """Make one attempt after the other; `actors` holds the workers that are left."""
-        self._empty, self.silent = empty, set()
+        self._empty, self._fresh, self.silent = empty, set(), set()
         self._count(map(_key, empty))
         for tries in range(1, _MOST_TRIES + 1):
             phases: Dict[str, float] = {}
@@ -114,7 +114,8 @@ class Recovery:
                 if not (is_lost or plan) or tries == _MOST_TRIES:
                     raise
                 what = "Another loss while the program recovers" if is_lost else "The program goes back to its old plan"
-                LOG.warning("%s: %s", what, ray_cluster.last_line(again))
+                why = again.what if isinstance(again, HwawareError) else f"{ray_cluster.last_line(again)}."
+                LOG.warning("%s: %s", what, why)
                 plan = None
         raise AssertionError("the last try returns or raises")
 
@@ -137,7 +138,7 @@ class Recovery:
         known = {place: actor for place, actor in known.items() if actor._actor_id not in self._gone}
         calls = {actor.clock_s.options(concurrency_group=CONTROL).remote(): place for place, actor in known.items()}
         arrived, late = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
-        left = {calls[call]: known[calls[call]] for call in late if known[calls[call]]._actor_id in self._early}
+        left = {calls[call]: known[calls[call]] for call in late if known[calls[call]]._actor_id in self._fresh}
         is_starting = bool(left)
         for call in arrived:
             try:
@@ -162,9 +163,7 @@ class Recovery:
         self._stop(actors)
         virtual_mesh = self._calls.group.parent
         self._shrink(virtual_mesh)
-        early = self._started_early(virtual_mesh)
-        actors.update(early)
-        self._early = {actor._actor_id for actor in early.values()}
+        actors.update(self._started_early(virtual_mesh))
         listings = self._vaults.listings()
         before = self._copies.committed
         point = returning.newest(self._calls, self._copies, listings, self.disk)
@@ -214,10 +213,16 @@ class Recovery:
         """Start a process in the place of each lost one, while the driver still looks for a plan."""
         left, empty, self._empty = meshes.mesh_places(virtual_mesh), self._empty, []
         return {
-            _key(one): leaves.start_worker(one, self.worker_class)
+            _key(one): self.started(one)
             for one in empty
             if one.workers == 1 and all((one.address, device) in left for device in one.devices)
         }
+
+    def started(self, place: PlaceOfWorker) -> Any:
+        """Start a process at a place, and return its actor."""
+        actor = leaves.start_worker(place, self.worker_class)
+        self._fresh.add(actor._actor_id)
+        return actor
 
     def _compile(self, virtual_mesh: Any, actors: Dict[Place, Any], clock: Clock, wanted: Optional[Plan]) -> Plan:
         """Launch the program on what is left, and compile its functions there."""

@@ -62,7 +62,7 @@ class Rescuer:
         run.recovery.clock.ends("start")
 
     def takes(self, place: Any, secret: bytes, identity: Any) -> bool:
-        """Let a surviving worker start over at a place; return False if none is left."""
+        """Let a worker start over at a place, or start another one there; return False if no program recovers."""
         if self.recovering is None:
             return False
         recovery = self.recovering.recovery
@@ -71,15 +71,20 @@ class Rescuer:
             return False
         actor = recovery.idle.pop((place.address, place.devices), None)
         if actor is None:
-            return False
+            actor = recovery.started(place)
+        else:
+            actor.start_over.remote(place, secret, identity, recovery.is_moving)
         recovery.used[place.address, place.devices] = actor
-        actor.start_over.remote(place, secret, identity, recovery.is_moving)
         return True
 
     def worker(self, place: Any) -> Any:
         """Return the worker that `takes` has found."""
         assert self.recovering is not None
         return self.recovering.recovery.used[place.address, place.devices]
+
+    def keeps(self, worker: Any) -> bool:
+        """Return True if a recovery looks after a worker, also if it cannot be launched."""
+        return self.recovering is not None and worker in list(self.recovering.recovery.used.values())
 
 
 def value(original: Any) -> property:

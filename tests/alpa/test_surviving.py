@@ -206,6 +206,37 @@ def test_devices_that_are_left_out(start, undisturbed):
     assert len(training.workers) == 2
 
 
+def test_a_device_whose_workers_cannot_start_is_left_out(start, undisturbed, own_workers, tmp_path, caplog):
+    """The other workers live through each attempt, and what the program logs asks nobody to start it again."""
+    import ray
+
+    broken = tmp_path / "broken"
+
+    class Stillborn(MortalWorker):
+        def __init__(self, place, *arguments):
+            if place.devices == (2,) and os.path.exists(broken):
+                os._exit(1)
+            super().__init__(place, *arguments)
+
+    training = start(kind=Stillborn)
+    lost = _index_of(training, 2)
+    healthy = {ray.get(worker.process_id.remote()) for place, worker in enumerate(training.workers) if place != lost}
+    for number in range(STEPS):
+        if number == 3:
+            broken.touch()
+            training.kill(lost)
+        training.train(number)
+    assert training.result() == undisturbed
+    assert {ray.get(worker.process_id.remote()) for worker in training.workers} == healthy
+    assert [event.tries for event in recoveries(training)] == [3]
+    assert not [record for record in caplog.records if record.name == "hwaware" and "To fix" in record.getMessage()]
+
+
+def _index_of(training, device):
+    """Return the number of the worker that has a device."""
+    return [mesh.devices for mesh in training.executable.mesh_group.meshes].index([[device]])
+
+
 def test_a_training_moves_to_other_plans(start, undisturbed):
     """The second plan has another device for one stage alone; the third is the second."""
     from jax.tree_util import tree_leaves
