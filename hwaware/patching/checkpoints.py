@@ -149,6 +149,8 @@ def _files_of(leaves: Dict[Path, Any]) -> Tuple[List[_File], List[SavedValue], L
     def add(mesh: Any, host: int, piece: _Piece) -> None:
         key = (id(mesh), host)
         if key not in files:
+            if mesh is not None:
+                failures.require_workers(mesh)
             worker = None if mesh is None else mesh.workers[host]
             files[key] = _File(f"{len(files)}.bin", mesh, worker, [])
         files[key].pieces.append(piece)
@@ -350,6 +352,9 @@ def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
 def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]]) -> Any:
     """Return an array on its meshes, and add the parts that each worker has to load to `loads`."""
     meshes = [spec.mesh_group[mesh] for mesh in spec.mesh_ids]
+    run = rescue.run_of(spec.mesh_group)
+    if run is not None and run.ended is not None:
+        raise run.ended
     if any(mesh.workers is None for mesh in meshes):
         raise UnusableInputError(
             "The placement specs are of workers that the training has left.", "ask get_input_placement_specs() again."

@@ -107,6 +107,22 @@ def require_kept(reference: Any) -> None:
         )
 
 
+def require_workers(mesh: Any) -> None:
+    """Refuse a mesh whose workers have ended.
+
+    Raises:
+        UnusableInputError: The program itself has ended them.
+        WorkerFailedError: A failure has ended the program.
+    """
+    if mesh.workers is None:
+        run = rescue.run_of(mesh)
+        if run is not None and run.ended is not None:
+            raise run.ended
+        raise UnusableInputError(
+            "The workers that had this array have ended.", "read and save arrays before alpa.shutdown()."
+        )
+
+
 def get_remote_buffers(original: Any) -> Callable[..., Any]:
     """Fetch arrays under watch. Alpa's own function never returns if a worker fails meanwhile."""
 
@@ -118,6 +134,7 @@ def get_remote_buffers(original: Any) -> Callable[..., Any]:
         for reference in references:
             require_kept(reference)
         wait_for(self, "A step whose results are asked for")
+        require_workers(self)
         if return_ray_ref:
             return original(self, references if are_many else ary_refs, host_local_ids, batching, return_ray_ref)
         if are_many:

@@ -150,6 +150,20 @@ def test_a_relative_folder_lies_where_the_driver_runs(pipeline, tmp_path, monkey
     assert hwaware.restore_newest("here", run.step_function, fresh_state(), batch_of(0))[1] == 1
 
 
+def test_arrays_of_workers_that_have_ended_are_refused(pipeline, tmp_path):
+    import alpa
+
+    from hwaware.errors import UnusableInputError
+
+    run = pipeline(train_step, fresh_state(), batch_of(0), stages=2)
+    run.step(batch_of(0))
+    run.close()
+    with pytest.raises(UnusableInputError, match=r"have ended.*before alpa\.shutdown"):
+        alpa.save_checkpoint(tmp_path, run.state, 1)
+    with pytest.raises(UnusableInputError, match=r"have ended.*before alpa\.shutdown"):
+        _ = run.state["params"][0]._value
+
+
 def test_a_worker_that_dies_while_it_saves(own_workers, pipeline, tmp_path):
     import alpa
     import ray

@@ -467,5 +467,11 @@ def test_all_copies_are_lost(start, tmp_path, caplog):
     wait_for_point(training, 5)  # until then, the driver can make all calls again
     training.kill_vault()
     training.kill(0)
+    specs = training.executable.get_input_placement_specs()[0]
     with pytest.raises(WorkerFailedError, match=r"arrays were lost with every host.*restore_newest"):
         train_all(training, range(5, 7))
+    with pytest.raises(WorkerFailedError, match="could not be placed again"):
+        alpa.save_checkpoint(str(tmp_path), training.state, 5)
+    alpa.save_checkpoint(str(tmp_path), training.model.initial_state(0), 0)
+    with pytest.raises(WorkerFailedError, match="could not be placed again"):
+        alpa.restore_checkpoint(str(tmp_path), 0, specs)
