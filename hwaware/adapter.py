@@ -283,15 +283,21 @@ def _present(exclude: Tuple[str, ...], profile: ClusterProfile) -> Tuple[str, ..
 
 
 def _newest() -> Tuple[Optional[Adapter], Optional[Run]]:
-    """Return what adapts the newest program, and what lets it survive; None for what it does not have."""
-    adapter, run = _NEWEST[-1] if _NEWEST else None, NEWEST[-1] if NEWEST else None
+    """Return what adapts the newest program, and what lets it survive; None for what it does not have.
+
+    An evaluation with workers of its own survives for itself, and is newer than the training that it serves.
+    """
+    adapter, running = _NEWEST[-1] if _NEWEST else None, [run for run in rescue.seen if not run.is_closed]
+    run = max(running or NEWEST, key=lambda run: (run.trains(), run.begin_s), default=None)
     if adapter is None or run is None or adapter.run is run:
         return adapter, run
     return (adapter, None) if adapter.begin_s > run.begin_s else (None, run)
 
 
 def last_history() -> Optional[History]:
-    """Return what has happened to the newest program that survives or adapts; None without one.
+    """Return what has happened to the newest training that survives or adapts; None without one.
+
+    In a program that does not train, it is the newest function that survives.
 
     Example:
         >>> from hwaware import last_history

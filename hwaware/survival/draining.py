@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Collection, Set
 
@@ -20,7 +21,19 @@ LOG = logging.getLogger("hwaware")
 
 
 def at_boundary(run: Run) -> None:
-    """Leave what the training was asked to leave since its last call, and tell those that asked."""
+    """Leave what this program's functions were asked to leave since the last call, and tell those that asked.
+
+    Others with workers of their own, such as an evaluation, may not be called for long.
+    """
+    _leave(run)
+    for other in [one for one in rescue.seen if one is not run and not one.is_closed]:
+        if other.calls.recipe() is not None:
+            with contextlib.suppress(WorkerFailedError):  # its own next call raises it
+                other.copies.collect()
+                _leave(other)
+
+
+def _leave(run: Run) -> None:
     for what in sorted(run.vaults.asked - set(run.drained)):
         outcome = drain(run, what)
         run.drained[what] = outcome

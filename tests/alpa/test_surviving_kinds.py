@@ -373,6 +373,28 @@ def test_an_evaluation_with_workers_of_its_own(four):
     assert run(True) == (*calm[:2], [1, 1])
 
 
+def test_an_evaluation_survives_beside_its_training(four):
+    """The history is the training's, and the evaluation leaves a device though it is not called any more."""
+    import alpa
+    import ray
+
+    with running(four, True) as method, running(four, True, pipeline_schedule="inference") as inference:
+        function, state = made_of(Mlp(), adam())
+        step = alpa.parallelize(function, method=method)
+        evaluate = alpa.parallelize(Mlp().apply, method=inference, donate_argnums=())
+        for number in range(2):
+            state, _ = step(state, batch_of(number))
+        evaluate(state["params"], batch_of(0)["x"])
+        assert hwaware.last_history().calls == 2
+        (vault,) = rescue_of(evaluate.get_last_executable().mesh_group).vaults.up.values()
+        answers = [ray.get(vault.actor.drain.remote("here:3"), timeout=LIMIT_S)]
+        while answers[-1] is None and len(answers) < 20:
+            state, loss = step(state, batch_of(2))
+            float(loss._value)
+            answers.append(ray.get(vault.actor.drain.remote("here:3"), timeout=LIMIT_S))
+        assert answers[-1].what == "The training does not use here:3."
+
+
 def test_rows_of_samples_that_are_the_next_batch_come_back_whole(four):
     """As with the hidden state of a recurrent model: each call returns rows that the next one cuts."""
     import alpa
