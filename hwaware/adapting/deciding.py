@@ -82,7 +82,7 @@ class Rent:
         lost_s = self._lost_s
         if steps_left is not None:
             pays = steps_left * (kept_s - best_s) > (1 + MARGIN) * cost_s
-            reason = f"{steps_left} steps are left, which gain {steps_left * (kept_s - best_s):.3g} s"
+            reason = f"{steps_left} steps are left, which gain {steps_left * (kept_s - best_s):,.1f} s"
         else:
             pays = lost_s >= cost_s
             reason = f"{lost_s:.3g} s were lost so far"

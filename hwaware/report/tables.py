@@ -293,7 +293,7 @@ def _history(history: History) -> RenderableType:
     copied = f"{text(history.copied_bytes, BYTES)} copied; steps waited {text(history.copy_s, SECONDS)} for it"
     moved_s = sum(event.took_s for event in events if event.kind == "moved")
     lost = f"{text(history.lost_s, SECONDS)} in recoveries, {text(moved_s, SECONDS)} in planned moves"
-    tries = f"at present it tries a copy every {counted(history.every, 'call')}"
+    tries = f"at present it tries a copy every {'call' if history.every == 1 else counted(history.every, 'call')}"
     return build_table(title, names, columns, f"{copied}; {lost}; {tries}.")
 
 

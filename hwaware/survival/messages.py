@@ -9,8 +9,11 @@ from hwaware.formatting import counted
 from hwaware.history import HistoryEvent
 
 START_AGAIN = "start the program again from its newest checkpoint (hwaware.restore_newest)."
-# Words for numbers of a decision, whose sentence states its cost.
-_WORDS = {"kept_s": "step now", "best_s": "step with the other placement", "cost_s": ""}
+# Words for numbers of an event. The sentence of a decision states its cost.
+_WORDS = {
+    "kept_s": "step now", "best_s": "step with the other placement", "cost_s": "",
+    "profile_s": "measuring it took", "layers_s": "timing the layers took",
+}  # fmt: skip
 
 
 def recovered(event: HistoryEvent) -> str:
@@ -33,7 +36,7 @@ def noted(event: HistoryEvent) -> str:
 
     Example:
         >>> noted(HistoryEvent(kind="joined", call=7, what="host c has joined", numbers={"profile_s": 9.0}))
-        'Step 7: host c has joined (profile 9 s).'
+        'Step 7: host c has joined (measuring it took 9 s).'
         >>> noted(HistoryEvent(kind="decided", call=9, what="stays", numbers={"kept_s": 0.6, "cost_s": 7.0}))
         'Step 9: stays (step now 0.6 s).'
     """

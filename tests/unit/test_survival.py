@@ -834,7 +834,7 @@ def test_a_process_that_still_starts_is_not_lost(is_new, monkeypatch):
     monkeypatch.setattr(ray, "kill", ended.append)
     recovery = recovering.Recovery(None, SimpleNamespace(up={}, listings=dict), None)
     recovery.watch, place = SimpleNamespace(members=()), ("a", (0,))
-    recovery._early = {"late"} if is_new else set()
+    recovery._fresh = {"late"} if is_new else set()
     actors = {place: late}
     assert recovery._keep_left(actors)  # so that it tries again
     expected = ({place: late}, {}, []) if is_new else ({}, {place: 1}, [late])
@@ -878,6 +878,8 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
     for words in (*parts, "compared with: layers 0-3 on b:0", "4.500 s in recoveries, 7.000 s in planned moves"):
         assert words in shown
     assert shown.count("compared with") == 1
+    show(History(calls=1))
+    assert "tries a copy every call." in " ".join(capsys.readouterr().out.split())
     (tmp_path / "bad.json").write_bytes(history.to_json().replace(b'"took_s": 4.5', b'"took_s": -1'))
     with pytest.raises(RecordError, match="took_s"):
         History.load(tmp_path / "bad.json")
