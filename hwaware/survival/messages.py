@@ -97,15 +97,18 @@ def arrays_lost(names: Sequence[Tuple[int, int]]) -> str:
 
     Example:
         >>> arrays_lost([(3, 1)])
-        'The program cannot go on: 1 array was lost with every host that held a copy (output 1 of call 3).'
+        'The program cannot go on: 1 array was lost, and no host has a copy (output 1 of call 3).'
+        >>> arrays_lost([(0, 1), (0, 2)])
+        'The program cannot go on: 2 arrays were lost, and no host has a copy (restored or given to the program).'
     """
-    first = ", ".join(
-        f"output {place} of call {number}" if number else "one that no call made" for number, place in names[:3]
+    first = dict.fromkeys(
+        f"output {place} of call {number}" if number else "restored or given to the program"
+        for number, place in names[:3]
     )
     verb = "was" if len(names) == 1 else "were"
     return (
-        f"The program cannot go on: {counted(len(names), 'array')} {verb} lost with every host that held a copy "
-        f"({first})."
+        f"The program cannot go on: {counted(len(names), 'array')} {verb} lost, and no host has a copy "
+        f"({', '.join(first)})."
     )
 
 

@@ -468,7 +468,7 @@ def test_all_copies_are_lost(start, tmp_path, caplog):
     training.kill_vault()
     training.kill(0)
     specs = training.executable.get_input_placement_specs()[0]
-    with pytest.raises(WorkerFailedError, match=r"arrays were lost with every host.*restore_newest"):
+    with pytest.raises(WorkerFailedError, match=r"arrays were lost, and no host has a copy.*restore_newest"):
         train_all(training, range(5, 7))
     with pytest.raises(WorkerFailedError, match="could not be placed again"):
         alpa.save_checkpoint(str(tmp_path), training.state, 5)
