@@ -25,16 +25,16 @@ def at_boundary(run: Run) -> None:
 
     Others with workers of their own, such as an evaluation, may not be called for long.
     """
-    _leave(run)
+    _leave(run, run.vaults.asked)
     for other in [one for one in rescue.seen if one is not run and not one.is_closed]:
         if other.calls.recipe() is not None:
             with contextlib.suppress(WorkerFailedError):  # its own next call raises it
                 other.copies.collect()
-                _leave(other)
+                _leave(other, other.vaults.asked & set(run.drained))
 
 
-def _leave(run: Run) -> None:
-    for what in sorted(run.vaults.asked - set(run.drained)):
+def _leave(run: Run, asked: Set[str]) -> None:
+    for what in sorted(asked - set(run.drained)):
         outcome = drain(run, what)
         run.drained[what] = outcome
         LOG.warning("%s", " ".join(outcome[2:]).rstrip())
@@ -64,7 +64,7 @@ def drain(run: Run, what: str) -> Drained:
     if gone and gone == set(present):
         return Drained(False, True, f"The training cannot leave {what}: it has no other devices.")
     moved = ""
-    if _uses(recipe, gone):
+    if _uses(recipe, named):  # another function with the same devices may have taken them out already
         try:
             plan = plan_without(recipe, virtual_mesh, gone, logging.INFO)
             event = moving.move(run, plan, f"drained: {what}")
@@ -72,7 +72,7 @@ def drain(run: Run, what: str) -> Drained:
             raise
         except HwawareError as error:
             return Drained(False, True, f"The training cannot leave {what}: {error.what}")
-        if _uses(moving.recipe_of(run), gone):
+        if _uses(moving.recipe_of(run), named):
             return Drained(False, True, f"The training could not take up a plan without {what}, and keeps its plan.")
         moved = f"It goes on with {event.mapping}, after {event.took_s:.1f} s."
     if emptied & set(run.vaults.up):  # only now: before the move, the only vault may be on this host
@@ -86,7 +86,7 @@ def drain(run: Run, what: str) -> Drained:
         except HwawareError as error:
             run.vaults.avoided -= emptied
             return Drained(False, True, f"The training's copies cannot leave {what}: {error.what}", moved)
-    run.recovery.left_out |= gone
+    run.recovery.left_out |= named
     if gone and len(gone) < len(present):
         unequal.shrink(virtual_mesh, gone)
     run.vaults.end(emptied)

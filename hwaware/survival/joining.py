@@ -24,7 +24,7 @@ from hwaware.calibration import layers as layer_times
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, UnusableInputError, WorkerFailedError
 from hwaware.history import HistoryEvent
-from hwaware.patching import choosing, meshes, reservation, stage_option, unequal
+from hwaware.patching import choosing, meshes, rescue, reservation, stage_option, unequal
 from hwaware.plans import Plan
 from hwaware.profiler import beside
 from hwaware.profiler.summary import host_names
@@ -232,7 +232,8 @@ class Joining:
     def _new_host(self) -> Optional[Node]:
         """Return a host that the program does not use, if one answers."""
         nodes, used = ray_cluster.nodes(), _addresses(self._run.calls.group.parent)
-        left = {address for address, _ in list(self._run.recovery.left_out)}
+        # Functions with the same devices leave a host one after the other.
+        left = {address for run in list(rescue.seen) for address, _ in list(run.recovery.left_out)}
         for address in set(self._ids) - used:
             # A lost host is new once it is back. One that the program has left is not, until its Ray starts again.
             gone = self._ids.pop(address)

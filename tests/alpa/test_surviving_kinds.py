@@ -203,7 +203,7 @@ def running(profile, survives, stages=CHAIN, **method):
     from hwaware.patching import meshes, rescue
 
     mesh = meshes.cluster_mesh(meshes.device_counts(profile))
-    given = plan(*stages, num_microbatches=MICROBATCHES)
+    given = plan(*stages, num_microbatches=MICROBATCHES) if stages else None
     with hwaware.enabled(profile, plan=given, costs="model", survive=survives):
         try:
             with rescue.in_charge(rescuer_of(MortalWorker)) if survives else contextlib.nullcontext():
@@ -378,7 +378,11 @@ def test_an_evaluation_survives_beside_its_training(four):
     import alpa
     import ray
 
-    with running(four, True) as method, running(four, True, pipeline_schedule="inference") as inference:
+    from hwaware.patching import meshes
+
+    mesh = meshes.cluster_mesh(meshes.device_counts(four))  # both functions have the same devices
+    with running(four, True, None) as method, running(four, True, None, pipeline_schedule="inference") as inference:
+        method.devices = inference.devices = mesh
         function, state = made_of(Mlp(), adam())
         step = alpa.parallelize(function, method=method)
         evaluate = alpa.parallelize(Mlp().apply, method=inference, donate_argnums=())
@@ -386,13 +390,19 @@ def test_an_evaluation_survives_beside_its_training(four):
             state, _ = step(state, batch_of(number))
         evaluate(state["params"], batch_of(0)["x"])
         assert hwaware.last_history().calls == 2
-        (vault,) = rescue_of(evaluate.get_last_executable().mesh_group).vaults.up.values()
-        answers = [ray.get(vault.actor.drain.remote("here:3"), timeout=LIMIT_S)]
-        while answers[-1] is None and len(answers) < 20:
-            state, loss = step(state, batch_of(2))
-            float(loss._value)
-            answers.append(ray.get(vault.actor.drain.remote("here:3"), timeout=LIMIT_S))
-        assert answers[-1].what == "The training does not use here:3."
+        runs = [rescue_of(each.get_last_executable().mesh_group) for each in (step, evaluate)]
+        vaults = [vault.actor for run in runs for vault in run.vaults.up.values()]
+        used = [{device for one in run.calls.recipe().known.plan.stages for device in one.devices} for run in runs]
+        (what, *_) = sorted(used[0] & used[1])
+        answers = [None]
+        for _ in range(20):
+            if None in answers:
+                state, loss = step(state, batch_of(2))
+                float(loss._value)
+                answers = ray.get([vault.drain.remote(what) for vault in vaults], timeout=LIMIT_S)
+        assert all(answer.what == f"The training no longer uses {what}." for answer in answers)
+        for run in runs:
+            run.calls.group.shutdown()
 
 
 def test_rows_of_samples_that_are_the_next_batch_come_back_whole(four):
