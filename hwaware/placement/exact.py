@@ -192,7 +192,7 @@ def _too_large(problem: Problem, started: float) -> Answer:
             break
         part_s = max(1e-3, deadline - now) / (len(parts) - k)
         if per_device:
-            large = len(part.costs.devices) > MAX_DEVICES
+            large = len(part.costs.devices) > min(MAX_DEVICES, len(problem.costs.devices) - 1)
             found = _solved(part._replace(objective="step" if large else "per-device", time_limit_s=part_s), now)
         else:
             found = solve_at_scale(part, now + part_s, value)

@@ -157,16 +157,15 @@ def optimistic(costs: PreparedCosts) -> PreparedCosts:
 def like_parts(problem: Problem) -> List[Problem]:
     """Return the problem on 1, 2, 4 ... like devices, host by host, and on all of each type; the smallest first.
 
-    Each part has the devices that something is pinned to. More devices cost communication, so throughput per device is
-    best on few devices; memory decides how few.
+    Each part also has as many devices for each pin. More devices cost communication, so throughput per device is best
+    on few devices; memory decides how few.
     """
     everything = [device.id for device in problem.costs.profile.devices]
-    needed = {name for allowed in problem.pins.values() for name in allowed}
     left_out: Dict[Tuple[str, ...], None] = {}
     for own in _types(problem):
-        names = [name for unit in own for name in unit]
-        for k in range(len(names).bit_length() + 1):
-            kept = {*names[: 1 << k], *needed}
+        wanted = [tuple(name for unit in own for name in unit), *problem.pins.values()]
+        for k in range(max(map(len, wanted)).bit_length() + 1):
+            kept = {name for names in wanted for name in names[: 1 << k]}
             left_out[tuple(name for name in everything if name not in kept)] = None
     return [part for gone in sorted(left_out, key=len, reverse=True) for part in _without(problem, gone)]
 

@@ -169,3 +169,14 @@ def test_a_rule_that_allows_nothing_is_named_at_scale():
     assert answer.plan is None
     assert "rule" in answer.reason
     assert "inf" not in answer.reason
+
+
+# Each pin to all devices, or all devices by a pin of their own: then no part is smaller than the cluster.
+@pytest.mark.parametrize(("pins", "stages"), [({0: range(9)}, 1), ({k: [k] for k in range(9)}, 9)])
+def test_pins_to_all_devices_leave_throughput_per_device_a_plan(pins, stages, monkeypatch):
+    monkeypatch.setattr(exact, "MAX_STATES", 1000)
+    profile = hwaware.ClusterProfile.uniform(hosts=9, flops_per_s=[1e12 * (1 + k / 10) for k in range(9)])
+    named = {layer: [f"h{k}" for k in hosts] for layer, hosts in pins.items()}
+    more = {"num_microbatches": 8, "objective": "per-device", "time_limit_s": 2.0}
+    found = hwaware.plan(hwaware.Workload.uniform(layers=9), profile, pins=named, **more)
+    assert [len(stage.devices) for stage in found.stages] == [1] * stages
