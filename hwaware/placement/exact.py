@@ -12,7 +12,7 @@ import functools
 import math
 import random
 import time
-from typing import Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 from hwaware.costs import PreparedCosts
 from hwaware.costs.stages import located
@@ -26,7 +26,7 @@ from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Answer, Problem
 from hwaware.placement.scale import GOOD_ENOUGH, solve_at_scale
 from hwaware.placement.search import search
-from hwaware.placement.ways import Arrays, Space, count_states, device_classes, prepare, spaces
+from hwaware.placement.ways import Members, Space, count_states, device_classes, prepare, spaces
 from hwaware.plans import Plan
 
 # States of one search: what fits in a quarter of a GiB at 8 bytes a state. Sixteen unlike devices and 24 layers fit.
@@ -142,10 +142,10 @@ def _solved(problem: Problem, started: float) -> Answer:
     good = warm.bound_s is not None and best <= warm.bound_s * (1 + GOOD_ENOUGH)
     if good and not space.complete and fastest_inside_hosts(problem.costs):
         return warm  # a search that cannot list all options would prove no more
-    return _searched(problem, prepare(problem, classes, space), started, warm.plan, best)
+    return _searched(problem, classes, space, started, warm.plan, best)
 
 
-def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
+def _space(problem: Problem) -> Optional[Tuple[Members, Space]]:
     """Return the device classes and ways to build a stage, if these are few enough for the exact search."""
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
@@ -156,16 +156,19 @@ def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
     return next(((classes, one) for one in fitting), None)
 
 
-def _states(problem: Problem, classes: Sequence[Sequence[str]]) -> int:
+def _states(problem: Problem, classes: Members) -> int:
     """Return the number of first layers and devices used, of one front stage."""
     return count_states(classes) * (len(problem.costs.workload.layers) + 1)
 
 
-def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[Plan], best: float) -> Answer:
+def _searched(
+    problem: Problem, members: Members, space: Space, started: float, warm: Optional[Plan], best: float
+) -> Answer:
     """Search exactly for something better than the plan that is known, if one is."""
     deadline = started + SEARCH_PART * problem.time_limit_s
-    found = search(arrays, deadline, best)
-    if found is None:
+    arrays = prepare(problem, members, space, deadline)
+    found = None if arrays is None else search(arrays, deadline, best)
+    if arrays is None or found is None:
         if math.isinf(best) or warm is None:
             return _too_large(problem, started)
         return Answer(_improved(located(warm), problem, deadline) or warm, least_objective_s(problem))
@@ -209,14 +212,13 @@ def _too_large(problem: Problem, started: float) -> Answer:
 
 def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     """Bound all plans where not all were listed, by the fluid bound or the best plan over the best links."""
-    bound = least_objective_s(problem)
-    best = problem._replace(costs=optimistic(problem.costs))
-    classes = device_classes(best)
-    if problem.target == "alpa" and _states(best, classes) * len(classes) <= MAX_STATES:
-        arrays = prepare(best, classes)
-        if arrays.complete and _states(best, classes) * len(arrays.options) <= MAX_STATES:
-            found = search(monotone(arrays), time.monotonic() + SIDE_PART * problem.time_limit_s, best_s)
-            bound = bound if found is None else max(bound, found.bound_s)
+    bound, best = least_objective_s(problem), problem._replace(costs=optimistic(problem.costs))
+    space = _space(best) if problem.target == "alpa" else None
+    if space is not None and space[1].complete:
+        until = time.monotonic() + SIDE_PART * problem.time_limit_s
+        arrays = prepare(best, *space, until)
+        found = None if arrays is None else search(monotone(arrays), until, best_s)
+        bound = bound if found is None else max(bound, found.bound_s)
     return min(bound, best_s)
 
 
@@ -233,7 +235,8 @@ def _load_kernels(exact: bool, at_scale: bool) -> None:
 
     problem = Problem(PreparedCosts(Workload.uniform(microbatch_size=1), ClusterProfile.uniform(hosts=1)), 1)
     starting_plans(problem)
-    if exact:
-        search(prepare(problem), time.monotonic() + 3600.0)
+    arrays = prepare(problem) if exact else None
+    if arrays is not None:
+        search(arrays, time.monotonic() + 3600.0)
     if at_scale:
         solve_at_scale(problem, time.monotonic() + 3600.0)

@@ -93,7 +93,7 @@ def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[flo
     for costs in _clusters_of_one_device_each(_without_waits(problem.costs)):
         # Pins and rule do not hold on these clusters.
         free = problem._replace(costs=costs, pins={}, rule=None)
-        arrays = _searchable(free) if arrays is None else _with_least(arrays, free)
+        arrays = _searchable(free, deadline) if arrays is None else _with_least(arrays, free)
         if arrays is None or time.monotonic() > deadline:
             return None
     found = None if arrays is None else search(monotone(arrays), deadline, best)
@@ -111,16 +111,14 @@ def monotone(arrays: Arrays) -> Arrays:
     return arrays._replace(tables=arrays.tables._replace(per_step_s=per_step_s))
 
 
-def _searchable(problem: Problem) -> Optional[Arrays]:
+def _searchable(problem: Problem, deadline: float) -> Optional[Arrays]:
     """Return the arrays, if they hold all ways to build a stage and a search takes seconds."""
     classes = device_classes(problem)
     space, layers = next(spaces(problem, classes)), len(problem.costs.workload.layers)
     fits = space.fits(classes, layers, MAX_STATES, MAX_PAIRS) and layers <= most_blocks(len(space.options))
-    if not (space.complete and fits):
-        return None
+    found = prepare(problem, classes, space, deadline) if space.complete and fits else None
     # A stage's least time is one device's, what it gains by waiting another's: each stage may gain more than it takes.
-    arrays = prepare(problem, classes, space)
-    return arrays._replace(most_gained_s=arrays.most_gained_s * len(problem.costs.devices))
+    return found and found._replace(most_gained_s=found.most_gained_s * len(problem.costs.devices))
 
 
 def _with_least(arrays: Arrays, problem: Problem) -> Arrays:

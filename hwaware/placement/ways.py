@@ -30,10 +30,14 @@ from hwaware.placement.problem import Problem
 from hwaware.plans import Plan
 
 W = TypeVar("W")
+# Ids of the devices of each class.
+Members = Sequence[Sequence[str]]
 # With so many devices every order of devices, and for target "any" every division into replicas, is listed.
 EVERY_ARRANGEMENT = 4
 # Beyond this many options the rest is left out, and what a search over them proves does not hold for all plans.
 MAX_OPTIONS = 1500
+# So many options are priced in less than a second, whatever the time limit.
+FEW_OPTIONS = 64
 
 
 class Option(NamedTuple):
@@ -47,7 +51,7 @@ class Option(NamedTuple):
         flat = [c for replica in self.replicas for c in replica]
         return [flat.count(c) for c in range(classes)]
 
-    def placed(self, members: Sequence[Sequence[str]], taken: Sequence[int] = ()) -> Replicas:
+    def placed(self, members: Members, taken: Sequence[int] = ()) -> Replicas:
         """Return the replicas on devices: the first ones of each class after those that are taken."""
         following, total, placed = list(taken or [0] * len(members)), sum(self.samples), []
         for replica, samples in zip(self.replicas, self.samples):
@@ -65,7 +69,7 @@ class Space(NamedTuple):
     options: Tuple[Option, ...]
     complete: bool
 
-    def fits(self, classes: Sequence[Sequence[str]], layers: int, most_states: int, most_pairs: int) -> bool:
+    def fits(self, classes: Members, layers: int, most_states: int, most_pairs: int) -> bool:
         """Return True if an exact search has no more states, and no more pairs of options that may be neighbours."""
         if count_states(classes) * (layers + 1) * len(self.options) > most_states:
             return False
@@ -75,7 +79,7 @@ class Space(NamedTuple):
         return bool(times @ fit @ times <= most_pairs)
 
 
-def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space]:
+def spaces(problem: Problem, classes: Members) -> Iterator[Space]:
     """Yield all ways to build a stage, then only stages of like devices, for when all are too many.
 
     For target "alpa", devices of one kind may share a stage even if their own layer times differ.
@@ -87,7 +91,7 @@ def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space
         yield _space(problem, classes, costs.devices, False)._replace(complete=False)
 
 
-def _space(problem: Problem, names: Sequence[Sequence[str]], known: Mapping[str, Device], unlike: bool) -> Space:
+def _space(problem: Problem, names: Members, known: Mapping[str, Device], unlike: bool) -> Space:
     """Return the ways to build a stage from classes of the known devices; `unlike` ones share one if that is given."""
     costs, samples, target = problem.costs, problem.costs.workload.microbatch_size, problem.target
     classes = [[known[name] for name in members] for members in names]
@@ -210,12 +214,12 @@ def alpa_runs(replicas: Replicas, devices: Mapping[str, Device]) -> bool:
     )
 
 
-def count_states(classes: Sequence[Sequence[str]]) -> int:
+def count_states(classes: Members) -> int:
     """Return the number of sets of used devices where the devices of a class are alike."""
     return math.prod(len(names) + 1 for names in classes)
 
 
-def _between_s(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> FloatArray:
+def _between_s(costs: PreparedCosts, members: Members) -> FloatArray:
     """Return the seconds of messages between the classes' first devices (inside: the first two), there and back.
 
     They are infinite without a link.
@@ -297,32 +301,26 @@ def _swappable(links: IntArray, i: int, j: int) -> bool:
 
 
 def prepare(
-    problem: Problem, classes: Optional[Sequence[Sequence[str]]] = None, space: Optional[Space] = None
-) -> Arrays:
-    """Return the problem as arrays, in the numbers that `evaluate` uses.
+    problem: Problem, classes: Optional[Members] = None, space: Optional[Space] = None, until: float = math.inf
+) -> Optional[Arrays]:
+    """Return the problem as arrays, in the numbers that `evaluate` uses; None if time runs out.
 
     Args:
         problem: The workload, the cluster and the limits of the search.
         classes: The result of `device_classes(problem)`, if the caller already has this result.
         space: The ways to build a stage that the search considers; by default the first of `spaces`.
+        until: When to give up, a time of `time.monotonic()`; a few ways are priced in any case.
     """
-    costs = problem.costs
     members = tuple(tuple(names) for names in classes or device_classes(problem))
     space = space or next(spaces(problem, members))
-    options, tables, _ = with_tables(((one, one.placed(members)) for one in space.options), problem)
+    until = until if len(space.options) > FEW_OPTIONS else math.inf
+    options, tables, in_time = with_tables(((one, one.placed(members)) for one in space.options), problem, until=until)
     use = np.array([option.use(len(members)) for option in options], dtype=np.int64)
-    pairs, messages = _boundaries(costs, members, options, use)
-    return Arrays(
-        members=members,
-        options=tuple(options),
-        complete=space.complete,
-        use=use,
-        tables=tables,
-        pairs=pairs,
-        messages_s=messages,
-        problem=problem,
-        most_gained_s=costs.most_gained_s,
-    )
+    found = _boundaries(problem.costs, members, options, use, until) if in_time else None
+    if found is None:
+        return None
+    most_gained_s = problem.costs.most_gained_s
+    return Arrays(members, tuple(options), space.complete, use, tables, *found, problem, most_gained_s)
 
 
 def with_tables(
@@ -351,9 +349,8 @@ def _pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTabl
     before = np.cumsum([0, *(layer in forbidden for layer in range(layers))])
     gone, ruled_out = before[None, :] > before[:-1, None], np.zeros((layers, layers + 1), dtype=np.bool_)
     if problem.rule is not None:
-        for i in range(layers):
-            for j in range(i, layers):
-                ruled_out[i, j + 1] = not problem.allows(LocatedStage(i, j, placed))
+        for i, j in itertools.combinations_with_replacement(range(layers), 2):
+            ruled_out[i, j + 1] = not problem.allows(LocatedStage(i, j, placed))
     return tables._replace(
         most_in_flight=np.where(ruled_out, -1.0, np.where(gone, 0.0, tables.most_in_flight)),
         excess_bytes=np.where(gone | ruled_out, np.inf, tables.excess_bytes),
@@ -362,8 +359,8 @@ def _pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTabl
 
 
 def _boundaries(
-    costs: PreparedCosts, members: Sequence[Sequence[str]], options: Sequence[Option], use: IntArray
-) -> Tuple[npt.NDArray[np.int32], FloatArray]:
+    costs: PreparedCosts, members: Members, options: Sequence[Option], use: IntArray, until: float
+) -> Optional[Tuple[npt.NDArray[np.int32], FloatArray]]:
     """Return the messages between every two options that can be neighbours; like ones share a row."""
     sizes = np.array([len(names) for names in members])
     layers = len(costs.workload.layers)
@@ -372,6 +369,8 @@ def _boundaries(
     tables = [np.zeros((4, layers))]
     first_placed = [option.placed(members) for option in options]
     for i in range(len(options)):
+        if time.monotonic() > until:
+            return None
         for j in np.flatnonzero(((use[i] + use) <= sizes).all(axis=1)).tolist():
             try:
                 both = first_placed[i], options[j].placed(members, use[i].tolist())

@@ -16,6 +16,7 @@ from hwaware.placement import exact, kinds
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet
 from hwaware.placement.problem import Answer, Problem, priced
 from hwaware.placement.scale import _Scale, solve_at_scale
+from hwaware.placement.ways import prepare
 from hwaware.simulator import simulate
 
 
@@ -180,3 +181,11 @@ def test_pins_to_all_devices_leave_throughput_per_device_a_plan(pins, stages, mo
     more = {"num_microbatches": 8, "objective": "per-device", "time_limit_s": 2.0}
     found = hwaware.plan(hwaware.Workload.uniform(layers=9), profile, pins=named, **more)
     assert [len(stage.devices) for stage in found.stages] == [1] * stages
+
+
+def test_many_ways_to_build_a_stage_are_not_priced_beyond_the_time_limit():
+    profile = hwaware.ClusterProfile.uniform(hosts=3, devices_per_host=4)
+    problem = Problem(PreparedCosts(hwaware.Workload.uniform(tensor_parallel_bytes=1), profile), 1)
+    unlike = [[device.id] for device in profile.devices]
+    assert prepare(problem, unlike, until=0.0) is None
+    assert prepare(problem._replace(most_devices=1), unlike, until=0.0) is not None
