@@ -44,20 +44,21 @@ def zero_resident_bytes(
 def zero_traffic_bytes(parameters: float, gradients: float, replicas: int, level: int = 0, passes: int = 1) -> float:
     """Return the bytes that each of N devices sends for one step of k microbatches under ZeRO.
 
-        level 0: 2 (N - 1) / N g      1, 2: (N - 1) / N (g + p)      3: (N - 1) / N k (g + 2 p)
+        level 0: 2 (N - 1) / N g    1: (N - 1) / N (g + p)    2: (N - 1) / N (k g + p)    3: (N - 1) / N k (g + 2 p)
 
     Levels 1 and 2 reduce-scatter gradients and all-gather parameters. Level 3 gathers the parameters for every pass.
+    From level 2 on, no device keeps whole gradients, so every microbatch reduce-scatters its own.
 
     Example:
-        >>> [zero_traffic_bytes(8.0, 8.0, 4, level) for level in (0, 1, 3)]
-        [12.0, 12.0, 18.0]
+        >>> [zero_traffic_bytes(8.0, 8.0, 4, level, passes=2) for level in (0, 1, 2, 3)]
+        [12.0, 12.0, 18.0, 36.0]
 
     Source: Rajbhandari et al., "ZeRO", 2020, section 7.
     """
     ring = (replicas - 1) / replicas
     if level == 0:
         return 2 * ring * gradients
-    return ring * (gradients + parameters) if level < 3 else ring * passes * (gradients + 2 * parameters)
+    return ring * (gradients * (passes if level > 1 else 1) + parameters * (2 * passes if level > 2 else 1))
 
 
 class ZeroStage(NamedTuple):

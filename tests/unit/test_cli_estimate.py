@@ -107,7 +107,8 @@ def test_memory_of_each_level_by_hand(saved):
     # One microbatch of a quarter of 120 bytes of activations is in flight.
     assert {row["memory_bytes"] - row["state_bytes"] for row in rows.values()} == {30.0}
     sent = [rows[level, False]["sent_bytes"] for level in range(4)]
-    assert sent == [450.0, 450.0, 450.0, 0.75 * 2 * (300 + 600)]
+    # At level 2, both microbatches sum their gradients, and the parameters travel once.
+    assert sent == [450.0, 450.0, 0.75 * (2 * 300 + 300), 0.75 * 2 * (300 + 600)]
     assert rows[0, True]["offload_s"] == pytest.approx(0.6)
     assert rows[2, True]["offload_s"] == pytest.approx(0.15)
     assert rows[2, False]["offload_s"] is None

@@ -18,6 +18,8 @@ def test_zero_keeps_less_and_sends_as_much_until_level_three():
     assert kept == [16, 9, 5.5, 2]
     sent = [zero_traffic_bytes(4.0, 4.0, 8, level) for level in (0, 1, 2, 3)]
     assert sent == [7, 7, 7, 10.5]
+    # Three microbatches: gradients that no device keeps whole leave it three times.
+    assert [zero_traffic_bytes(4.0, 4.0, 8, level, passes=3) for level in (0, 1, 2, 3)] == [7, 7, 14, 31.5]
     assert zero_resident_bytes(4.0, 4.0, 8.0, 1, 3) == 16
     with pytest.raises(UnusableInputError, match="ZeRO level 4"):
         zero_resident_bytes(1, 1, 1, 1, 4)
