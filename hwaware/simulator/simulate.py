@@ -208,8 +208,13 @@ def disagreement(timeline: Timeline, cost: Cost) -> Optional[str]:
     off = timeline.step_s / cost.step_s - 1 if cost.step_s > 0 else 0.0
     if abs(off) <= 0.05:
         return None
+    if off < 0:
+        left_out = "how early later stages end their passes, sum gradients and update"
+    elif timeline.sends == "blocking":
+        left_out = "that messages share links, and that stages wait for them"
+    else:
+        left_out = "that messages share links, and some waits for slow messages"
     return (
         f"The simulated step takes {text(timeline.step_s, SECONDS)}, `hwaware evaluate` predicts "
-        f"{text(cost.step_s, SECONDS)} by its formula ({percent(off, signed=True)}). The formula leaves out that "
-        f"messages share links{', and that stages wait for them' if timeline.sends == 'blocking' else ''}."
+        f"{text(cost.step_s, SECONDS)} by its formula ({percent(off, signed=True)}). The formula leaves out {left_out}."
     )

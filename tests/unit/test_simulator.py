@@ -244,6 +244,21 @@ def test_the_judge_and_the_simulator_agree_without_sharing():
             assert len(timeline.events) >= plan.num_microbatches * len(order)
 
 
+def test_the_note_on_a_price_names_only_effects_that_can_cause_it():
+    alike = ClusterProfile.uniform(hosts=3, flops_per_s=1e10, bandwidth_bytes_per_s=1e8, latency_s=0)
+    late_sums = workload([layer(1e10), layer(1e9, parameter_bytes=1e9)], 2), chain("h0:0", ["h1:0", "h2:0"])
+    slow = links(["ab"], 1e8) + links(["ba"], 2e8)
+    waits = workload([layer(1e9, 1.1e10, output_bytes=2e8)] * 2), chain("a:0", "b:0")
+    cases = (alike, late_sums, "-9.3"), (cluster(links=slow, seconds=0.1), waits, "+6.7")
+    notes = []
+    for profile, (work, plan), off in cases:
+        plan = msgspec.structs.replace(plan, num_microbatches=4)
+        notes.append(disagreement(simulate(plan, work, profile), hwaware.evaluate(plan, work, profile)))
+        assert f"({off} %)" in notes[-1]
+    assert "messages" not in notes[0]
+    assert notes[1].endswith("some waits for slow messages.")
+
+
 def test_synchronisation_and_update_come_once():
     profile = two_hosts(memory_bandwidth_bytes_per_s=1e9)
     work, plan = workload(1, 2, parameter_bytes=1e9), chain(["a:0", "b:0"], num_microbatches=3)
