@@ -254,17 +254,25 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
                 "price it by `hwaware evaluate CLUSTER WORKLOAD PLAN -o PRICED`, and compare PRICED.",
             )
     figures = [("predicted step", a.predicted_step_s, b.predicted_step_s)]
-    if a.num_microbatches != b.num_microbatches:  # a step of one trains fewer samples than a step of the other
-        ours, theirs = ((plan.predicted_step_s or 0.0) / plan.num_microbatches for plan in (a, b))
-        figures.append(("predicted step / number of microbatches", ours, theirs))
+    of_step, unit = [plan.num_microbatches for plan in (a, b)], "microbatches"
+    if a.microbatch_size != b.microbatch_size:  # 0 samples: the workload tells how many, and it is not here
+        of_step, unit = [plan.num_microbatches * (plan.microbatch_size or 0) for plan in (a, b)], "samples"
+    alike = of_step[0] == of_step[1]
+    if not alike and min(of_step) > 0:  # a step of one trains fewer samples than a step of the other
+        ours, theirs = ((plan.predicted_step_s or 0.0) / count for plan, count in zip((a, b), of_step))
+        figures.append((f"predicted step / number of {unit}", ours, theirs))
     for index, (before, after) in enumerate(zip(a.stages, b.stages)):
         for field in ("compute_s", "receive_s", "gradient_sync_s"):
             name = f"stage {index} {field[:-2].replace('_', ' ')}"
             figures.append((name, getattr(before, field), getattr(after, field)))
     rows = [_predicted(name, x, y) for name, x, y in figures if x is not None and y is not None and (x > 0 or y > 0)]
     notes = [
-        f"{name} differs: {getattr(a, field)} and {getattr(b, field)}."
-        for name, field in (("Number of microbatches", "num_microbatches"), ("Schedule", "schedule"))
+        f"{name} differs: {' and '.join(str(getattr(plan, field) or 'that of the workload') for plan in (a, b))}."
+        for name, field in (
+            ("Number of microbatches", "num_microbatches"),
+            ("Microbatch size", "microbatch_size"),
+            ("Schedule", "schedule"),
+        )
         if getattr(a, field) != getattr(b, field)
     ]
     if any(name.endswith("receive") for name, *_ in figures):
@@ -276,7 +284,7 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
     if a.step_interval_s and b.step_interval_s:
         spans = [" to ".join(text(end, SECONDS) for end in plan.step_interval_s or ()) for plan in (a, b)]
         notes.append(f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}.")
-    if a.num_microbatches == b.num_microbatches:
+    if alike:
         rows, said = _judged(rows, [plan.layer_times for plan in (a, b)])
         notes += said
     if shown[0] == shown[1]:

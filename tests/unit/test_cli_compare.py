@@ -13,6 +13,7 @@ from hwaware.bench.differences import compare
 from hwaware.cli import main
 from hwaware.cluster import Collective, LinkSample
 from hwaware.errors import UnusableInputError
+from hwaware.plans import Replica, Stage
 from hwaware.reference_kernel import NAME
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
@@ -248,6 +249,31 @@ def test_two_plans_step_by_stage(tmp_path):
     assert "price one plan on both profiles" in text
     assert "price one plan on both profiles" not in same
     assert "does not show which one is faster" not in same
+
+
+@pytest.mark.parametrize(
+    ("batches", "sizes", "what", "verdict"),
+    [
+        ((8, 4), (2, 4), None, None),  # as many samples
+        ((8, 6), (4, 2), "predicted step / number of samples", "slower"),  # 32 samples, then 12 in half of the time
+        ((8, 6), (None, 2), None, None),  # the plans do not tell how many samples the first has
+        ((8, 4), (2, 2), "predicted step / number of microbatches", "same"),
+    ],
+)
+def test_plans_of_unlike_microbatches_are_compared_by_samples(batches, sizes, what, verdict):
+    first, second = (
+        hwaware.Plan(
+            num_microbatches=count,
+            microbatch_size=size,
+            predicted_step_s=step_s,
+            stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),),
+        )
+        for count, size, step_s in zip(batches, sizes, (2.0, 1.0))
+    )
+    found = compare(first, second)
+    assert {row.what: row.verdict for row in found.differences[1:]} == ({what: verdict} if what else {})
+    said = any(note.startswith("Microbatch size differs: ") for note in found.notes)
+    assert said == (sizes[0] != sizes[1])
 
 
 @pytest.mark.parametrize(
