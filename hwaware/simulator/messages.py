@@ -5,9 +5,6 @@ from __future__ import annotations
 from heapq import heappush
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
-# An event: time, a counter that breaks ties, the stage or ~channel that ends its work, and a version.
-Queue = List[Tuple[float, int, int, int]]
-
 
 class Part(NamedTuple):
     """Something that messages share: a directed link between hosts, or one direction of a network card.
@@ -45,11 +42,16 @@ class Messages:
 
     A message that shares parts travels at 1 / s of its speed. Here s is the largest slowdown of its parts, until the
     next message starts or ends there. If no other channel passes its parts, a message takes its channel's `seconds`.
+
+    Attributes:
+        queue: The ends to come: (time, a counter that breaks ties, the stage or ~channel, a version).
+        began: For each channel, the start of its newest message.
     """
 
-    def __init__(self, channels: Sequence[Channel], queue: Queue) -> None:
+    def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
-        self._queue = queue
+        self.queue: List[Tuple[float, int, int, int]] = []
+        self.began = [0.0] * len(channels)
         self._count = 0
         users: Dict[Tuple[str, ...], List[int]] = {}
         for index, channel in enumerate(channels):
@@ -67,10 +69,11 @@ class Messages:
     def push(self, time_s: float, ended: int, version: int = 0) -> None:
         """Queue the end of a pass of stage `ended`, or of a message on channel ~`ended`."""
         self._count += 1
-        heappush(self._queue, (time_s, self._count, ended, version))
+        heappush(self.queue, (time_s, self._count, ended, version))
 
     def start(self, channel: int, now: float) -> None:
         """Start a message on an idle channel."""
+        self.began[channel] = now
         seconds = self._channels[channel].seconds
         parts = self._parts[channel]
         if not parts:

@@ -44,6 +44,17 @@ def channel_out(stage: int, stages: int, number: Pass) -> int:
     return stages - 1 + stage - 1 if stage > 0 else -1
 
 
+def channel_ends(channel: int, stages: int) -> Tuple[int, int]:
+    """Return the stages from which and to which a channel leads.
+
+    Example:
+        >>> [channel_ends(channel, 3) for channel in range(4)]
+        [(0, 1), (1, 2), (1, 0), (2, 1)]
+    """
+    above = channel % (stages - 1)
+    return (above, above + 1) if channel < stages - 1 else (above + 1, above)
+
+
 def alpa_instructions(schedule: Schedule, stages: int, microbatches: int) -> List[List[Instruction]]:
     """Return Alpa's instruction list of each stage.
 

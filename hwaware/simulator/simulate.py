@@ -15,6 +15,7 @@ from hwaware.formatting import SECONDS, percent, text
 from hwaware.plans import Plan
 from hwaware.simulator.engine import Run, run_blocking, run_overlapped
 from hwaware.simulator.messages import Channel, Part
+from hwaware.simulator.orders import channel_ends
 from hwaware.timeline import Event, EventKind, Sends, Timeline
 from hwaware.workload import Workload
 
@@ -108,16 +109,13 @@ def _require_few_events(plan: Plan) -> None:
 
 
 def _events(run: Run, stages: int) -> List[Event]:
-    kinds: Tuple[EventKind, EventKind] = ("forward", "backward")
+    passes: Tuple[EventKind, EventKind] = ("forward", "backward")
     messages: Tuple[EventKind, EventKind] = ("activation", "gradient")
-    # Channel i leads from stage i to i + 1, and channel n - 1 + i from stage i + 1 to i.
-    senders = [*range(stages - 1), *range(1, stages)]
-    return [
-        Event(kind=kinds[number & 1], stage=who, start_s=start, end_s=end, microbatch=number >> 1)
-        if who >= 0
-        else Event(kind=messages[number & 1], stage=senders[~who], start_s=start, end_s=end, microbatch=number >> 1)
-        for start, end, who, number in run.events
-    ]
+    found: List[Event] = []
+    for start_s, end_s, who, number in run.events:
+        stage, kinds = (who, passes) if who >= 0 else (channel_ends(~who, stages)[0], messages)
+        found.append(Event(kind=kinds[number % 2], stage=stage, start_s=start_s, end_s=end_s, microbatch=number // 2))
+    return found
 
 
 def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:

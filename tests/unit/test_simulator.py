@@ -145,12 +145,12 @@ def test_messages_of_different_stages_share_a_link():
 
 def test_two_messages_share_a_link_from_when_both_travel():
     link = Part(("link", "a", "b"), lambda loads: float(len(loads)))
-    queue, ends = [], {}
-    messages = Messages([Channel(2.0, 1.0, (link,)), Channel(2.0, 1.0, (link,)), Channel(2.0, 1.0)], queue)
+    ends = {}
+    messages = Messages([Channel(2.0, 1.0, (link,)), Channel(2.0, 1.0, (link,)), Channel(2.0, 1.0)])
     for channel, now in ((0, 0.0), (1, 1.0), (2, 1.0)):
         messages.start(channel, now)
-    while queue:
-        now, _, who, version = heapq.heappop(queue)
+    while messages.queue:
+        now, _, who, version = heapq.heappop(messages.queue)
         if messages.ends(~who, version, now):
             ends[~who] = now
     assert ends == {0: 3.0, 1: 4.0, 2: 3.0}
