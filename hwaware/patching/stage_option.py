@@ -104,6 +104,7 @@ class PlacementSettings:
             object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
         if not isinstance(self.plan, (Plan, type(None))):
             object.__setattr__(self, "plan", Plan.load(self.plan))
+        object.__setattr__(self, "exclude", (self.exclude,) if isinstance(self.exclude, str) else tuple(self.exclude))
         with_reserve(remaining(self.profile, self.exclude), self.reserve_bytes)
 
 

@@ -182,6 +182,10 @@ def test_speeds_of_hosts_give_kinds():
     assert second.throughput["float32"][0].seconds == 2 * first.throughput["float32"][0].seconds
 
 
+def test_a_stage_option_may_exclude_one_host_by_its_name():
+    assert PlacementSettings(PROFILE, exclude="h1").exclude == ("h1",)
+
+
 def test_a_misspelt_variable_gives_a_warning(monkeypatch, caplog):
     activation._warn_of_unknown_variables()
     assert caplog.messages == []
