@@ -109,38 +109,17 @@ def enable(
 
             hwaware.enable("cluster.json", exclude="slow-host")
     """
-    _enable(
-        profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive, adapt, steps
-    )
-
-
-def _enable(
-    profile: ProfileOrPath,
-    plan: Optional[PlanOrPath],
-    solver: str,
-    exclude: Union[str, Sequence[str]],
-    place_fixed_stages: bool,
-    costs: Costs,
-    reserve_bytes: float,
-    calibration_s: Optional[float],
-    survive: Optional[bool],
-    adapt: Optional[Adapt],
-    steps: Optional[int],
-) -> _Enabled:
     autoload.cancel()
-    measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
-    idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    given = plan if isinstance(plan, (Plan, type(None))) else Plan.load(plan)
-    chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes, calibration_s)
+    given = (profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s)
+    chosen = PlacementSettings(*given)  # type: ignore[arg-type]  # it reads files itself
     adapts = adapter.settings_of(adapt, steps)
     survives = _survives(survive, adapts)
     with _lock:
-        entry = _Enabled(chosen, _install(survives, bool(adapts.adapt)), survives)
+        on_stock_jax = _install(survives, bool(adapts.adapt))
         observing.push(adapter.Observer(adapts) if adapts.adapt else None)
         rescue.push(rescuer.Rescuer(adapts.steps) if survives else None)
-        _stack.append(entry)
+        _stack.append(_Enabled(chosen, on_stock_jax, survives))
         stage_option.set_default(chosen)
-        return entry
 
 
 def _survives(survive: Optional[bool], adapts: adapter.Settings) -> bool:
@@ -223,9 +202,12 @@ def enabled(
             with hwaware.enabled("cluster.json", costs="measured"):
                 state = train_step(state, batch)
     """
-    entry = _enable(
-        profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive, adapt, steps
-    )
+    with _lock:  # another thread may enable, too
+        enable(
+            profile, plan=plan, solver=solver, exclude=exclude, place_fixed_stages=place_fixed_stages, costs=costs,
+            reserve_bytes=reserve_bytes, calibration_s=calibration_s, survive=survive, adapt=adapt, steps=steps,
+        )  # fmt: skip
+        entry = _stack[-1]
     try:
         yield
     finally:
