@@ -68,14 +68,10 @@ def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     farthest_s = max(max(row["corrected_prediction_s"], row["measured_step_s"]["high"]) for _, row in rows)
     # A far-off prediction or interval must not squeeze the steps.
     axis.set_xlim(0, 1.08 * min(max(farthest_s, slowest_s), 2 * slowest_s))
-    axis.set_xlabel("Step time [s]")
     starts = max(len(mapping.relative_starts) for mapping in result.mappings)
     often = f" after each of {starts} starts" if starts > 1 else ""
     title = f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping{often}, interleaved"
-    axis.set_title(title, fontsize=11)
-    _legend(axis)
-    canvas.bare(axis)
-    return figure
+    return _finished(figure, axis, "Step time [s]", title=title)
 
 
 def _draw_row(axis: Any, place: int, mapping: Mapping, row: Dict[str, Any]) -> None:
@@ -131,12 +127,8 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
     axis.set_xscale("log")
     axis.set_yscale("log")
     _plain_ticks(axis)
-    axis.set_xlabel("Measured step, without the driver's start [s]")
-    axis.set_ylabel("Predicted step [s]")
-    axis.set_title("Predicted against measured; dotted: 10 % off", fontsize=11)
-    _legend(axis)
-    canvas.bare(axis)
-    return figure
+    labels = "Measured step, without the driver's start [s]", "Predicted step [s]"
+    return _finished(figure, axis, *labels, "Predicted against measured; dotted: 10 % off")
 
 
 def draw_enumerated(result: BenchmarkResult) -> Any:
@@ -149,12 +141,8 @@ def draw_enumerated(result: BenchmarkResult) -> Any:
     figure, axis = canvas.pyplot().subplots(figsize=(11, 4.5), layout="constrained")
     axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {steps}")
     axis.scatter(range(len(ranked)), predicted, marker="D", s=16, color="#f58518", zorder=3, label="predicted")
-    axis.set_xlabel("Mappings, fastest measured first")
-    axis.set_ylabel("Step, without the driver's start [s]")
-    axis.set_title(f"All {len(ranked)} mappings of {result.model} on {result.scenario}", fontsize=11)
-    _legend(axis)
-    canvas.bare(axis)
-    return figure
+    title = f"All {len(ranked)} mappings of {result.model} on {result.scenario}"
+    return _finished(figure, axis, "Mappings, fastest measured first", "Step, without the driver's start [s]", title)
 
 
 def compared_baselines(figures: Sequence[Dict[str, Any]]) -> List[str]:
@@ -170,60 +158,43 @@ def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
     figure, axis = canvas.pyplot().subplots(figsize=(11, max(3.0, 1.6 + 0.75 * len(figures))), layout="constrained")
     shown = compared_baselines(figures)
     for index, name in enumerate(shown):
-        rows = [
-            (place, one["speed_ups"][name])
-            for place, one in enumerate(figures)
-            if "median" in one["speed_ups"].get(name, {})
-        ]
         offset = 0.24 * (index - (len(shown) - 1) / 2)
+        given = [(place + offset, one["speed_ups"].get(name, {})) for place, one in enumerate(figures)]
+        rows = [(place, row) for place, row in given if "median" in row]
+        places = [place for place, _ in rows]
         medians = [row["median"] for _, row in rows]
-        spans = [
-            (0.0, 0.0) if _is_same(row) else (row["median"] - row["low"], row["high"] - row["median"])
-            for _, row in rows
-        ]
-        errors = [[low for low, _ in spans], [high for _, high in spans]]
-        places = [place + offset for place, _ in rows]
-        colour = canvas.stage_colour(index)
-        axis.barh(
-            places,
-            medians,
-            0.2,
-            color=colour,
-            alpha=0.8,
-            label=f"over {BASELINES[name]}" + " (median order)" * (name == "alpa"),
-        )
+        label = f"over {BASELINES[name]}" + " (median order)" * (name == "alpa")
+        axis.barh(places, medians, 0.2, color=canvas.stage_colour(index), alpha=0.8, label=label)
+        errors = [[abs(row[end] - row["median"]) for _, row in rows] for end in ("low", "high")]
         axis.errorbar(medians, places, xerr=errors, fmt="none", color=canvas.INK, capsize=3, linewidth=1.1)
-        for place, row in zip(places, (row for _, row in rows)):
+        for place, row in rows:
             words = "" if row["outcome"] == "faster" else f" {row['outcome']}"
             bound = row.get("most") if name == "alpa" else None
             canvas.label(axis, _label_from(row, bound), place, f"{row['median']:.2f}{words}")
         if name == "alpa":
-            most = [(place, row["most"]) for place, (_, row) in zip(places, rows) if row.get("most")]
+            most = [(place, row["most"]) for place, row in rows if row.get("most")]
             axis.scatter([value for _, value in most], [place for place, _ in most], marker="|", s=160, linewidth=2.2,
                          color="#c03030", zorder=5, label="at most, over Alpa (bound)")  # fmt: skip
     axis.axvline(1.0, color=canvas.INK, linewidth=1)
     axis.set_yticks(range(len(figures)), [f"{one['scenario']}\n{one['model']}" for one in figures], fontsize=9)
     axis.set_ylim(len(figures) - 0.4, -0.6)
     axis.set_xlim(left=0)
-    axis.set_xlabel("Speed-up of hwaware's mapping (median step of the other over hwaware's)")
-    _legend(axis)
-    canvas.bare(axis)
-    return figure
+    return _finished(figure, axis, "Speed-up of hwaware's mapping (median step of the other over hwaware's)")
 
 
 def _label_from(row: Dict[str, Any], bound: Optional[float]) -> float:
     """Return where a bar's words begin: past its interval, and past a bound that they would cover."""
-    end: float = 1.0 if _is_same(row) else row["high"]
+    end: float = row["high"]
     return end if bound is None or not end < bound < end + _WORDS else bound
 
 
-def _is_same(row: Dict[str, Any]) -> bool:
-    """Return True if the baseline is hwaware's own mapping, which is measured once and has no interval."""
-    return bool(row["outcome"] == "the same mapping")
-
-
-def _legend(axis: Any) -> None:
+def _finished(figure: Any, axis: Any, x_label: str, y_label: str = "", title: str = "") -> Any:
+    axis.set_xlabel(x_label)
+    axis.set_ylabel(y_label)
+    axis.set_title(title, fontsize=11)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    canvas.bare(axis)
+    return figure
 
 
 def _plain_ticks(axis: Any) -> None:

@@ -227,8 +227,7 @@ def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
     axis.set_ylim(0, 1.2 * max([*heights, *(max(mapping.step_s) for mapping in result.mappings)]))
     axis.set_ylabel("Step time [s]")
     axis.legend(loc="upper left", fontsize=8)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)
+    canvas.bare(axis)
 
 
 def _draw_result(result: BenchmarkResult) -> Any:
