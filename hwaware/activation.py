@@ -21,6 +21,7 @@ from hwaware.patching.stage_option import Costs, PlacementSettings
 from hwaware.plans import Plan
 from hwaware.runtime import settings
 from hwaware.survival import joining, rescuer, vaults
+from hwaware.survival.rescuer import Rescuer
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
 PlanOrPath = Union[Plan, str, "os.PathLike[str]"]
@@ -40,21 +41,21 @@ OF_TESTS = (
     "HWAWARE_TEST_MARK",
 )
 _OVERRIDE = PatchSet(stage_option.PATCHES)
-# Not empty once an explicit stage option has put the override in place.
-_explicit: List[bool] = []
 _lock = threading.RLock()
 
 
 class _Enabled(NamedTuple):
-    """Remember one `enable` until its `disable`."""
+    """Remember one `enable` until its `disable`: what it has put in place, and what decides about programs."""
 
-    settings: PlacementSettings
-    on_stock_jax: bool
-    survives: bool
+    settings: Optional[PlacementSettings] = None
+    on_stock_jax: bool = False
+    rescuer: Optional[Rescuer] = None
+    observer: Optional[adapter.Observer] = None
 
 
-# The newest last: it decides.
+# The newest last: it decides. Without one, the entry of explicit stage options decides, once one was made.
 _stack: List[_Enabled] = []
+_explicit: List[_Enabled] = []
 
 
 def enable(
@@ -115,11 +116,15 @@ def enable(
     adapts = adapter.settings_of(adapt, steps)
     survives = _survives(survive, adapts)
     with _lock:
-        on_stock_jax = _install(survives, bool(adapts.adapt))
-        observing.push(adapter.Observer(adapts) if adapts.adapt else None)
-        rescue.push(rescuer.Rescuer(adapts.steps) if survives else None)
-        _stack.append(_Enabled(chosen, on_stock_jax, survives))
-        stage_option.set_default(chosen)
+        _stack.append(_installed(chosen, survives, adapts))
+        _let_newest_decide()
+
+
+def _let_newest_decide() -> None:
+    newest = [_Enabled(), *_explicit, *_stack][-1]
+    stage_option.set_default(newest.settings)
+    rescue.set_default(newest.rescuer)
+    observing.set_default(newest.observer)
 
 
 def _survives(survive: Optional[bool], adapts: adapter.Settings) -> bool:
@@ -152,11 +157,9 @@ def _disable(entry: _Enabled) -> None:
         _OVERRIDE.refuse_foreign()
         leaves.PATCHES.refuse_foreign()
         _OVERRIDE.revert()
-        _remove_runtime(entry.on_stock_jax, entry.survives)
-        rescue.remove(places[0])
-        observing.remove(places[0])
+        _remove_runtime(entry.on_stock_jax, entry.rescuer is not None)
         del _stack[places[0]]
-        stage_option.set_default(_stack[-1].settings if _stack else None)
+        _let_newest_decide()
 
 
 @contextlib.contextmanager
@@ -232,22 +235,17 @@ def install_once() -> None:
     with _lock:
         if not _explicit:
             adapts = adapter.settings_of(None, None)
-            survives = _survives(None, adapts)
-            _install(survives, bool(adapts.adapt))
-            if adapts.adapt:
-                observing.by_default(adapter.Observer(adapts))
-            if survives:
-                rescue.by_default(rescuer.Rescuer(adapts.steps))
-            _explicit.append(True)
+            _explicit.append(_installed(None, _survives(None, adapts), adapts))
+            _let_newest_decide()
 
 
-def _install(survives: bool, adapts: bool) -> bool:
-    """Put override and, if needed, runtime in place, all or none; return True if the runtime is needed."""
+def _installed(settings: Optional[PlacementSettings], survives: bool, adapts: adapter.Settings) -> _Enabled:
+    """Put override and, if needed, runtime in place, all or none."""
     _warn_of_unknown_variables()
     on_stock_jax = install_runtime()
     try:
-        if (survives or adapts) and not on_stock_jax:
-            name = "adapt" if adapts else "survive"
+        if (survives or adapts.adapt) and not on_stock_jax:
+            name = "adapt" if adapts.adapt else "survive"
             raise AlpaError(
                 f"{name} needs hwaware's runtime under Alpa, which {ALPAS_JAXLIB} leaves out.",
                 f"use stock JAX, or leave {name} out.",
@@ -258,7 +256,8 @@ def _install(survives: bool, adapts: bool) -> bool:
     except BaseException:
         _remove_runtime(on_stock_jax, False)
         raise
-    return on_stock_jax
+    observer = adapter.Observer(adapts) if adapts.adapt else None
+    return _Enabled(settings, on_stock_jax, Rescuer(adapts.steps) if survives else None, observer)
 
 
 def _warn_of_unknown_variables() -> None:

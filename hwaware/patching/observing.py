@@ -6,31 +6,20 @@ import contextlib
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
-# The observer in charge while no `hwaware.enable` is in force, and the observers of the `enable`s in force.
+# The observer in charge, if any.
 _default: List[Any] = [None]
-_observers: List[Any] = []
 # Attributes. Alpa's executables keep their adapter, its handlers of outputs the way to make one, groups the first one.
 _ADAPTER, _MAKE = "hwaware_adapter", "hwaware_make_adapter"
 
 
-def push(observer: Optional[Any]) -> None:
+def set_default(observer: Optional[Any]) -> None:
     """Let this observer decide from here on; with None, no observer decides."""
-    _observers.append(observer)
-
-
-def remove(place: int) -> None:
-    """Undo the `push` at this place."""
-    del _observers[place]
-
-
-def by_default(observer: Any) -> None:
-    """Let this observer decide while no other does."""
     _default[0] = observer
 
 
 def compiled(arguments: Dict[str, Any], compile_now: Callable[[Dict[str, Any]], Any]) -> Any:
     """Compile a program. The observer in charge may remember what it needs to adapt the program."""
-    observer = [*_default, *_observers][-1]
+    (observer,) = _default
     begin_s = time.monotonic()
     config = compile_now(arguments)
     make = None if observer is None else observer.compiled(arguments, time.monotonic() - begin_s)

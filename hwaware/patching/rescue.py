@@ -11,9 +11,8 @@ from hwaware.errors import WorkerFailedError
 T = TypeVar("T")
 # Attribute of Alpa's mesh groups and meshes: their run, if it survives.
 _RUN = "hwaware_run"
-# The rescuer in charge while no `hwaware.enable` is in force, those of the `enable`s in force, and those that recover.
+# The rescuer in charge, if any; and those that recover, before which it steps back.
 _default: List[Any] = [None]
-_rescuers: List[Any] = []
 _recovering: List[Any] = []
 # The runs that survive, for as long as they last.
 seen: Any = weakref.WeakSet()
@@ -21,27 +20,17 @@ seen: Any = weakref.WeakSet()
 
 def current() -> Optional[Any]:
     """Return the rescuer that makes newly compiled programs survive; None while none is in charge."""
-    return [*_default, *_rescuers, *_recovering][-1]
+    return [*_default, *_recovering][-1]
 
 
-def push(rescuer: Optional[Any]) -> None:
+def set_default(rescuer: Optional[Any]) -> None:
     """Let this rescuer decide from here on; with None, no rescuer decides."""
-    _rescuers.append(rescuer)
-
-
-def remove(place: int) -> None:
-    """Undo the `push` at this place."""
-    del _rescuers[place]
-
-
-def by_default(rescuer: Any) -> None:
-    """Let this rescuer decide while no other does."""
     _default[0] = rescuer
 
 
 @contextlib.contextmanager
 def in_charge(rescuer: Any) -> Iterator[None]:
-    """Let a rescuer decide in the block in which it recovers, in spite of later `push` calls."""
+    """Let a rescuer decide in the block in which it recovers, in spite of later `set_default` calls."""
     _recovering.append(rescuer)
     try:
         yield
