@@ -150,8 +150,7 @@ class Adapter:
         """Return the profile of the cluster, with the hosts that have joined."""
         run = rescue.run_of(group)
         recipe = None if run is None else run.calls.recipe()
-        known = None if recipe is None else recipe.profile
-        return self._made.placement.profile if known is None else known
+        return self._made.placement.profile if recipe is None else recipe.profile
 
     def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
         """Search beside the training, which goes on meanwhile."""
@@ -201,10 +200,7 @@ class Adapter:
 
     def _present_plan(self) -> Plan:
         assert self.run is not None  # nothing else is placed again
-        known = moving.recipe_of(self.run).known
-        assert known is not None
-        assert known.plan is not None
-        return known.plan
+        return moving.recipe_of(self.run).plan
 
     def after_call(self) -> None:
         """Ask the workers that owe no answer."""

@@ -115,13 +115,13 @@ class Known(NamedTuple):
         workload: The program's layers with their times.
         sources: The sources of the programs that hwaware timed.
         plan: The plan to use; None to search for one.
-        profile: The cluster with the hosts that have joined since; None while it is that of the settings.
+        profile: The cluster with the hosts that have joined since.
     """
 
     workload: Workload
     sources: Sequence[LayerSource]
     plan: Optional[Plan]
-    profile: Optional[ClusterProfile] = None
+    profile: ClusterProfile
 
 
 class _Default:
@@ -300,7 +300,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     """Return the stages and meshes of a plan in the form that Alpa expects."""
     virtual_mesh = arguments["virtual_mesh"]
     known = _Default.known
-    whole = settings.profile if known is None or known.profile is None else known.profile
+    whole = settings.profile if known is None else known.profile
     profile = meshes.restrict(whole, virtual_mesh)
     if known is not None:
         workload, sources, given_plan = known.workload, known.sources, known.plan

@@ -33,17 +33,12 @@ def plan_without(recipe: recipes.Recipe, virtual_mesh: Any, gone: Collection[Dev
         InfeasibleError: The program fits on no placement there.
         UnusableInputError: Nothing is left.
     """
-    assert recipe.known is not None
-    assert recipe.settings is not None
-    assert recipe.profile is not None
-    whole = recipe.profile
-    names = tuple(device for device, place in device_places(whole).items() if place in gone)
-    profile = meshes.restrict(whole, virtual_mesh)
+    names = tuple(device for device, place in device_places(recipe.profile).items() if place in gone)
+    profile = meshes.restrict(recipe.profile, virtual_mesh)
     present = {device.id for device in profile.devices}
     left = remaining(profile, tuple(name for name in names if name in present))
-    return stage_option.searched(
-        recipe.settings, left, recipe.known.workload, recipes.search_arguments(recipe, virtual_mesh), level
-    )
+    arguments = recipes.search_arguments(recipe, virtual_mesh)
+    return stage_option.searched(recipe.settings, left, recipe.workload, arguments, level)
 
 
 class Beforehand:

@@ -69,8 +69,7 @@ class Calls:
 
     def recipe(self) -> Optional[recipes.Recipe]:
         """Return the recipe of the program's compilation; None before its first call."""
-        found = (recipes.of(executable) for executable in self.executables)
-        return next((one for one in found if one.known is not None), None)
+        return next(filter(None, map(recipes.of, self.executables)), None)
 
     def begin(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Tuple[Call, bool]:
         """Return a call that is about to be made, and True if it brings arrays that no noted call made."""
@@ -200,7 +199,7 @@ def _specs(executable: Any, is_input: bool, place: int) -> Any:
 
     Return None, too, for a function that follows another one: the followed function has these arrays, too.
     """
-    if recipes.of(executable).known is None:
+    if recipes.of(executable) is None:
         return None
     return (executable.input_placement_specs if is_input else executable.output_placement_specs)[place]
 

@@ -9,7 +9,6 @@ from typing import Collection, Set
 from hwaware.device_places import DevicePlace, device_places
 from hwaware.errors import HwawareError, WorkerFailedError
 from hwaware.patching import meshes, rescue, unequal
-from hwaware.plans import Plan
 from hwaware.survival import moving
 from hwaware.survival.beforehand import plan_without
 from hwaware.survival.recipes import Recipe
@@ -53,7 +52,6 @@ def drain(run: Run, what: str) -> Drained:
         WorkerFailedError: The training cannot go on.
     """
     recipe = moving.recipe_of(run)
-    assert recipe.profile is not None
     named = _places(recipe, what)
     if not named:
         return Drained(False, False, f"The training's cluster has no host or device {what!r}.")
@@ -95,15 +93,11 @@ def drain(run: Run, what: str) -> Drained:
 
 def _places(recipe: Recipe, what: str) -> Set[DevicePlace]:
     """Return the places of a host's devices, or of one device."""
-    assert recipe.profile is not None
     places, hosts = device_places(recipe.profile), {device.id: device.host for device in recipe.profile.devices}
     return {place for device, place in places.items() if what in (device, hosts[device], place[0])}
 
 
 def _uses(recipe: Recipe, gone: Collection[DevicePlace]) -> bool:
     """Tell if a program's plan uses one of these devices."""
-    assert recipe.known is not None
-    assert recipe.profile is not None
-    plan, places = recipe.known.plan, device_places(recipe.profile)
-    assert isinstance(plan, Plan)
-    return any(places[device] in gone for stage in plan.stages for device in stage.devices)
+    places = device_places(recipe.profile)
+    return any(places[device] in gone for stage in recipe.plan.stages for device in stage.devices)

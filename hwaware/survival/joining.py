@@ -118,27 +118,22 @@ class Joining:
             self._move(follower, follower.wanted)
 
     def _start(self, recipe: recipes.Recipe) -> None:
-        assert recipe.known is not None
-        assert recipe.known.plan is not None
         self._group = self._run.calls.group
         self.follower = Follower(
-            recipe.known.plan, recipe.known.workload, self._profile(recipe), self._search,
+            recipe.plan, recipe.workload, self._profile(recipe), self._search,
             switch_s=first_switch_s(recipe.compile_s, self._group.start_s), start_s=self._group.start_s,
             steps=self._steps,
         )  # fmt: skip
         threading.Thread(target=self._look_on, name="hwaware-join", daemon=True).start()
 
     def _profile(self, recipe: recipes.Recipe) -> ClusterProfile:
-        assert recipe.profile is not None
         return meshes.restrict(recipe.profile, self._run.calls.group.parent)
 
     def _follow(self, recipe: recipes.Recipe) -> None:
         """Follow the placement that the program has now."""
-        assert recipe.known is not None
-        assert recipe.known.plan is not None
         assert self.follower is not None
         self._group = self._run.calls.group
-        self.follower.placed(recipe.known.plan, self._profile(recipe))
+        self.follower.placed(recipe.plan, self._profile(recipe))
 
     def _take(self, step_s: float) -> None:
         """Give the follower the time of a step, and note what it decides."""
@@ -165,7 +160,6 @@ class Joining:
 
         def search() -> None:
             try:
-                assert recipe.settings is not None
                 found.set_result(stage_option.searched(recipe.settings, profile, workload, arguments, logging.DEBUG))
             except BaseException as error:  # noqa: BLE001  # who asks for the result gets it
                 found.set_exception(error)
@@ -183,8 +177,7 @@ class Joining:
             self._follow(moving.recipe_of(self._run))
             return
         recipe = moving.recipe_of(self._run)
-        assert recipe.known is not None
-        if recipe.known.plan is not None and recipe.known.plan.stages == plan.stages:
+        if recipe.plan.stages == plan.stages:
             self._group = self._run.calls.group
             follower.moved(plan, moved.took_s, moved.phases.get("start", 0.0))
         else:  # the other placement could not be taken up
@@ -211,10 +204,9 @@ class Joining:
 
     def _decide_about(self, recipe: recipes.Recipe) -> None:
         """Look for a plan on the cluster with the hosts that have joined."""
-        assert recipe.known is not None
         assert self.follower is not None
         decide = self.follower.grown if self._run.on_growth is None else self._run.on_growth
-        decide(recipe.known.workload, self._profile(recipe))
+        decide(recipe.workload, self._profile(recipe))
 
     def _look_on(self) -> None:
         """Look for new hosts until the program ends."""
@@ -257,9 +249,6 @@ class Joining:
         group: Any = None
         try:
             recipe = moving.recipe_of(self._run)
-            assert recipe.known is not None
-            assert recipe.profile is not None
-            assert recipe.settings is not None
             name, profile = _named(node, recipe.profile)
             if name in recipe.settings.exclude:
                 return None
@@ -309,8 +298,7 @@ def _named(node: Node, profile: ClusterProfile) -> Tuple[str, ClusterProfile]:
 
 def _timed(recipe: recipes.Recipe, profile: ClusterProfile, name: str) -> Workload:
     """Return the layers; time them on a host's devices of kinds that are new, if layers were timed before."""
-    assert recipe.known is not None
-    workload, sources = recipe.known.workload, recipe.known.sources
+    workload, sources = recipe.workload, recipe.sources
     known = {kind for layer in workload.layers for kind in layer.measured or ()}
     others = [device.id for device in profile.devices if device.host != name or device.kind in known]
     if not sources or len(others) == len(profile.devices):

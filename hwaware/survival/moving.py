@@ -93,12 +93,10 @@ def move(run: Run, plan: Plan, reason: str) -> HistoryEvent:
 def _require(run: Run, plan: Plan) -> None:
     """Refuse a plan that does not fit, before anything changes."""
     recipe = recipe_of(run)
-    assert recipe.known is not None
-    assert recipe.profile is not None
     if not recipes.fits(recipe, plan):
         raise PlanError(
             f"The plan is for {plan.stages[-1].layers[1] + 1} layers and {plan.num_microbatches} microbatches, the "
-            f"training has {len(recipe.known.workload.layers)} layers.",
+            f"training has {len(recipe.workload.layers)} layers.",
             "make the plan for this program.",
         )
     virtual_mesh = run.calls.group.parent

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence
 
+from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
 from hwaware.device_places import device_places
 from hwaware.errors import AlpaError
@@ -21,38 +22,36 @@ _following: List[bool] = []
 
 
 class Recipe(NamedTuple):
-    """The recipe by which to compile a function again.
+    """The recipe by which to compile a function again whose stages hwaware chose.
 
     Attributes:
         compiled: Compiles the function, given Alpa's arguments.
         arguments: Alpa's arguments of the first time.
-        known: Layers, times and plan; None where hwaware did not choose the stages.
-        settings: Settings of its placement, with the profile of the cluster; None where hwaware did not choose.
+        settings: Settings of its placement.
+        workload, sources: Its layers with their times, and the sources of the programs that hwaware timed.
+        plan: The newest plan.
+        profile: The profile of the cluster, with the hosts that have joined.
         compile_s: Time that the driver took the first time.
     """
 
     compiled: Callable[[Dict[str, Any]], Any]
     arguments: Dict[str, Any]
-    known: Optional[stage_option.Known]
-    settings: Optional[stage_option.PlacementSettings]
-    compile_s: float = 0.0
-
-    @property
-    def profile(self) -> Optional[ClusterProfile]:
-        """Return the profile of the cluster, with the hosts that have joined."""
-        if self.known is not None and self.known.profile is not None:
-            return self.known.profile
-        return None if self.settings is None else self.settings.profile
+    settings: stage_option.PlacementSettings
+    workload: Workload
+    sources: Sequence[LayerSource]
+    plan: Plan
+    profile: ClusterProfile
+    compile_s: float
 
     @property
     def trains(self) -> bool:
-        """Return True if hwaware chose the stages of a training step."""
-        return self.known is not None and self.arguments["pipeline_schedule"] != "inference"
+        """Return True for a training step."""
+        return bool(self.arguments["pipeline_schedule"] != "inference")
 
 
-def of(executable: Any) -> Recipe:
-    """Return the recipe of a compiled function."""
-    found: Recipe = getattr(executable.outs_handler, _RECIPE)
+def of(executable: Any) -> Optional[Recipe]:
+    """Return the recipe of a compiled function; None where hwaware did not choose its stages."""
+    found: Optional[Recipe] = getattr(executable.outs_handler, _RECIPE)
     return found
 
 
@@ -85,10 +84,11 @@ def require(arguments: Dict[str, Any]) -> None:
 def remember(compiled: Any, arguments: Dict[str, Any], config: Any, took_s: float) -> None:
     """Remember how to compile a function again, and the time that it took."""
     chosen = stage_option.settings_of(arguments["stage_option"])
-    workload, known = stage_option.last_workload(), None
-    if chosen is not None and workload is not None:
-        known = stage_option.Known(workload, stage_option.last_layer_sources(), stage_option.last_plan())
-    setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, chosen, took_s))
+    workload, plan, recipe = stage_option.last_workload(), stage_option.last_plan(), None
+    if chosen is not None and workload is not None and plan is not None:
+        sources = stage_option.last_layer_sources()
+        recipe = Recipe(compiled, dict(arguments), chosen, workload, sources, plan, chosen.profile, took_s)
+    setattr(config.outs_handler, _RECIPE, recipe)
 
 
 def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
@@ -100,12 +100,11 @@ def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
         workload: Layers with times for its new devices; a function with other layers keeps its own.
     """
     recipe = of(executable)
-    if recipe.known is None:
+    if recipe is None:
         return
-    layers = [layer.name for layer in workload.layers]
-    is_same = layers == [layer.name for layer in recipe.known.workload.layers]
-    known = recipe.known._replace(profile=profile, workload=workload if is_same else recipe.known.workload)
-    setattr(executable.outs_handler, _RECIPE, recipe._replace(known=known))
+    is_same = [layer.name for layer in workload.layers] == [layer.name for layer in recipe.workload.layers]
+    learned = recipe._replace(profile=profile, workload=workload if is_same else recipe.workload)
+    setattr(executable.outs_handler, _RECIPE, learned)
 
 
 def compile_executable(original: Any) -> Callable[..., Any]:
@@ -154,18 +153,13 @@ def follow(executable: Any, group: Any) -> None:
 
 def fits(recipe: Recipe, plan: Plan) -> bool:
     """Tell if a plan has as many layers and microbatches as a function."""
-    known = recipe.known
-    if known is None or known.plan is None:
-        return False
-    return (plan.stages[-1].layers[1] + 1, plan.num_microbatches) == (
-        len(known.workload.layers),
-        known.plan.num_microbatches,
-    )
+    expected = (len(recipe.workload.layers), recipe.plan.num_microbatches)
+    return (plan.stages[-1].layers[1] + 1, plan.num_microbatches) == expected
 
 
 def compile_again(
     executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Optional[Plan], otherwise: Optional[Plan]
-) -> Optional[Plan]:
+) -> Plan:
     """Compile a function for the devices that its mesh has now, and return the plan.
 
     Args:
@@ -177,16 +171,15 @@ def compile_again(
     """
     from alpa.pipeline_parallel.pipeshard_executable import PipeshardDriverExecutable
 
-    assert recipe.known is not None
-    assert recipe.profile is not None
-    plans = [plan, recipe.known.plan, otherwise]
+    plans = [plan, recipe.plan, otherwise]
     fitting = (one for one in plans if one is not None and fits(recipe, one))
     possible = (one for one in fitting if _is_possible(one, virtual_mesh, recipe.profile))
-    known = recipe.known._replace(plan=next(possible, None))
+    known = stage_option.Known(recipe.workload, recipe.sources, next(possible, None), recipe.profile)
     with stage_option.placed_again(known), _timers_stopped():
         config = recipe.compiled(recipe.arguments)
     found = stage_option.last_plan()
-    setattr(config.outs_handler, _RECIPE, recipe._replace(known=recipe.known._replace(plan=found)))
+    assert found is not None
+    setattr(config.outs_handler, _RECIPE, recipe._replace(plan=found))
     PipeshardDriverExecutable.__init__(
         executable,
         mesh_group=virtual_mesh.launched_physical_mesh_group,

@@ -234,7 +234,7 @@ class Recovery:
         plan = None
         for executable in list(self._calls.executables):
             recipe = recipes.of(executable)
-            if recipe.known is not None:
+            if recipe is not None:
                 plan = recipes.compile_again(executable, recipe, virtual_mesh, wanted, self._otherwise)
         if plan is None:
             raise HwawareError("The program was interrupted before its first call.", messages.START_AGAIN)

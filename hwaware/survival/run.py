@@ -64,7 +64,8 @@ class Run:
 
     def trains(self) -> bool:
         """Return True if the newest call was a training step whose stages hwaware chose."""
-        return self.called is not None and recipes.of(self.called).trains
+        recipe = None if self.called is None else recipes.of(self.called)
+        return recipe is not None and recipe.trains
 
     def now(self, mesh: Any) -> Any:
         """Return a mesh, or the group that a recovery has put in its place."""

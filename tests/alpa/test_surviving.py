@@ -259,7 +259,7 @@ def test_a_training_moves_to_other_plans(start, undisturbed):
     for number, wanted in enumerate(plans, 2):
         event = move_to(wanted, f"plan {number}")
         assert (event.kind, event.made_again, event.tries) == ("moved", 0, 1)
-        found = recipe_of(training.run).known.plan
+        found = recipe_of(training.run).plan
         assert [stage.devices for stage in found.stages] == [stage.devices for stage in wanted.stages]
         training.train(number)
     train_all(training, range(5, STEPS))

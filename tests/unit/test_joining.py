@@ -94,10 +94,10 @@ def test_a_host_that_joins_times_layers_on_new_kinds_alone(monkeypatch):
 
     monkeypatch.setattr(joining.layer_times, "measured_within", measured)
     profile = a_cluster([device("a:0"), device("new:0"), device("new:1", kind="gpu")])
-    recipe = SimpleNamespace(known=SimpleNamespace(workload=workload(1, measured=timed(0.1, 0.2)), sources=["x"]))
+    recipe = SimpleNamespace(workload=workload(1, measured=timed(0.1, 0.2)), sources=["x"])
     (layer,) = joining._timed(recipe, profile, "new").layers
     assert {kind: times["1,1"].forward_s for kind, times in layer.measured.items()} == {"cpu": 0.1, "gpu": 9.0}
-    assert joining._timed(recipe, profile.without(("new:1",)), "new") is recipe.known.workload
+    assert joining._timed(recipe, profile.without(("new:1",)), "new") is recipe.workload
 
 
 def test_a_host_with_other_versions_is_refused():

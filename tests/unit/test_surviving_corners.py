@@ -37,7 +37,7 @@ class Function:
     def __init__(self, inputs, outputs, trains=True):
         self.input_placement_specs, self.output_placement_specs = inputs, outputs
         schedule = "1f1b" if trains else "inference"
-        recipe = SimpleNamespace(known=object(), trains=trains, arguments={"pipeline_schedule": schedule})
+        recipe = SimpleNamespace(trains=trains, arguments={"pipeline_schedule": schedule})
         self.outs_handler = SimpleNamespace(hwaware_recipe=recipe)
 
 
@@ -208,7 +208,7 @@ def test_a_training_that_adapts_moves_itself(adapting, monkeypatch):
         return SimpleNamespace(took_s=1.0, phases={})
 
     monkeypatch.setattr(moving, "move", move)
-    recipe = SimpleNamespace(known=SimpleNamespace(plan=plan))
+    recipe = SimpleNamespace(plan=plan)
     monkeypatch.setattr(moving, "recipe_of", lambda run: recipe)
     one._move(None, plan)
     assert (moved, told) == ([one.run], ["moved"])
@@ -222,7 +222,7 @@ def test_a_move_that_cannot_be_made_leaves_the_training_where_it_is(error, adapt
         raise error
 
     monkeypatch.setattr(moving, "move", move)
-    recipe = SimpleNamespace(known=SimpleNamespace(plan=object()))
+    recipe = SimpleNamespace(plan=object())
     monkeypatch.setattr(moving, "recipe_of", lambda run: recipe)
     one._move(None, None)
     assert one.events[-1].what == f"stays: {error.what}"
@@ -243,7 +243,7 @@ def test_a_host_is_given_back_if_the_training_ends_while_it_is_measured(monkeypa
     run = SimpleNamespace(is_closed=False, reserved=[], calls=SimpleNamespace(group=SimpleNamespace(parent=None)))
     one = joining.Joining.__new__(joining.Joining)
     one._run, one._tried, one._seen = run, set(), set()
-    recipe = SimpleNamespace(known=object(), profile=object(), settings=SimpleNamespace(exclude=()))
+    recipe = SimpleNamespace(profile=object(), settings=SimpleNamespace(exclude=()))
     group, given_back = object(), []
 
     def measured(*_):
