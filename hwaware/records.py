@@ -304,41 +304,22 @@ def check_schema(document: Dict[str, Any], schema: str, version: int, name: str)
         RecordError: The message names the expected schema or version, and how to get there.
     """
     found = document.get("schema")
-    if found is None:
-        raise RecordError(
-            f'{name} has no "schema", expected {schema!r}.',
-            f"give a {schema} file. `hwaware import` reads the results of other programs.",
-            expected=schema,
-        )
     if found != schema:
-        raise RecordError(
-            f"{name} has schema {found!r}, expected {schema!r}.",
-            f"give a {schema} file.",
-            found=found,
-            expected=schema,
-        )
-    found_version = document.get("schema_version")
-    if not isinstance(found_version, int) or isinstance(found_version, bool):
-        raise RecordError(
-            f"{name} has schema_version {found_version!r}, expected {version}.",
-            f'add "schema_version": {version}.',
-            found=found_version,
-            expected=version,
-        )
-    if found_version > version:
-        raise RecordError(
-            f"{name} has schema_version {found_version}, this hwaware reads up to {version}: the file is too new.",
-            "update hwaware (pip install --upgrade hwaware).",
-            found=found_version,
-            expected=version,
-        )
-    if found_version < version:
-        raise RecordError(
-            f"{name} has schema_version {found_version}, this hwaware reads {version}: the file is too old.",
-            "write it again with this hwaware; the changes between versions are listed in CHANGELOG.md.",
-            found=found_version,
-            expected=version,
-        )
+        has = 'no "schema"' if found is None else f"schema {found!r}"
+        fix = f"give a {schema} file." + " `hwaware import` reads the results of other programs." * (found is None)
+        raise RecordError(f"{name} has {has}, expected {schema!r}.", fix, found=found, expected=schema)
+    number = document.get("schema_version")
+    if not isinstance(number, int) or isinstance(number, bool):
+        fault, fix = f"expected {version}", f'add "schema_version": {version}.'
+    elif number > version:
+        fault = f"this hwaware reads up to {version}: the file is too new"
+        fix = "update hwaware (pip install --upgrade hwaware)."
+    elif number < version:
+        fault = f"this hwaware reads {version}: the file is too old"
+        fix = "write it again with this hwaware; the changes between versions are listed in CHANGELOG.md."
+    else:
+        return
+    raise RecordError(f"{name} has schema_version {number!r}, {fault}.", fix, found=number, expected=version)
 
 
 def read_bytes(path: PathLike, most: int = _MOST_OF_FILE_BYTES) -> bytes:
