@@ -114,15 +114,12 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         require(bool(self.throughput), f"device {self.id!r} has no throughput curve")
         for dtype, points in self.throughput.items():
             require(bool(points), f"device {self.id!r} has an empty throughput curve for {dtype}")
-        if self.memory_bandwidth_bytes_per_s is not None:
-            name = f"memory_bandwidth_bytes_per_s of device {self.id!r}"
-            _require_rate(name, self.memory_bandwidth_bytes_per_s)
-        if self.sum_bytes_per_s is not None:
-            _require_rate(f"sum_bytes_per_s of device {self.id!r}", self.sum_bytes_per_s)
-        if self.pass_s is not None:
-            require_amount(f"pass_s of device {self.id!r}", self.pass_s, MOST_SECONDS)
-        if self.head_start_s is not None:
-            require_amount(f"head_start_s of device {self.id!r}", self.head_start_s, MOST_SECONDS)
+        for name in ("memory_bandwidth_bytes_per_s", "sum_bytes_per_s"):
+            if getattr(self, name) is not None:
+                _require_rate(f"{name} of device {self.id!r}", getattr(self, name))
+        for name in ("pass_s", "head_start_s"):
+            if getattr(self, name) is not None:
+                require_amount(f"{name} of device {self.id!r}", getattr(self, name), MOST_SECONDS)
         require_shallow(f"samples of device {self.id!r}", self.samples)
 
 
@@ -305,11 +302,10 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             _check_ends(link, host_names, device_ids)
         for card in self.shared_cards:
             require(card.host in host_names, f"a shared card names unknown host {card.host!r}")
-            for identifier in card.devices:
-                require(identifier in device_ids, f"a shared card names unknown device {identifier!r}")
-        for collective in self.collectives:
-            for identifier in collective.devices:
-                require(identifier in device_ids, f"a collective names unknown device {identifier!r}")
+        named = [("shared card", card.devices) for card in self.shared_cards]
+        for what, identifiers in [*named, *(("collective", one.devices) for one in self.collectives)]:
+            for identifier in identifiers:
+                require(identifier in device_ids, f"a {what} names unknown device {identifier!r}")
         unreached = _unreached(self)
         require(not unreached, f"devices {unreached} are unconnected to {self.devices[0].id!r}: no link leads there")
 
@@ -540,29 +536,24 @@ def _check_ends(link: Link, host_names: set[str], device_ids: set[str]) -> None:
 
 
 def _unreached(profile: ClusterProfile) -> Tuple[str, ...]:
-    """Devices that no chain of links joins with the first one."""
-    groups: Dict[str, str] = {}
-
-    def root(name: str) -> str:
-        groups.setdefault(name, name)
-        while groups[name] != name:
-            groups[name] = groups[groups[name]]
-            name = groups[name]
-        return name
-
+    """Return the devices that no chain of links joins with the first one."""
     members: Dict[str, List[str]] = {host.name: [] for host in profile.hosts}
     for device in profile.devices:
         members[device.host].append(device.id)
-    together: Set[str] = set()  # hosts whose devices are joined already, as soon as one link leads to any of them
+    above: Dict[str, str] = {}  # of a host or device, another one that is joined with it
+
+    def root(name: str) -> str:
+        while above.setdefault(name, name) != name:
+            above[name] = name = above[above[name]]
+        return name
+
+    linked: Set[str] = set()
     for link in profile.links:
-        sources, targets = (members.get(end, [end]) for end in (link.source, link.target))
-        if not sources or not targets:
-            continue
-        groups[root(sources[0])] = root(targets[0])
-        for end, others in ((link.source, sources), (link.target, targets)):
-            if end not in together:
-                together.add(end)
-                for other in others[1:]:
-                    groups[root(other)] = root(others[0])
+        if members.get(link.source, True) and members.get(link.target, True):  # a host without devices joins none
+            above[root(link.source)] = root(link.target)
+            linked.update((link.source, link.target))
+    for host in linked.intersection(members):  # its link reaches all its devices
+        for name in members[host]:
+            above[root(name)] = root(host)
     first = root(profile.devices[0].id)
     return tuple(device.id for device in profile.devices if root(device.id) != first)
