@@ -160,7 +160,10 @@ def require(address: str = "auto", timeout_s: float = 30.0) -> None:
         ClusterUnreachableError: As `connect`.
     """
     host_port = _address(_import_ray(), address)
-    _require_answer(host_port, min(timeout_s, _CONNECT_LIMIT_S))
+    # Ray itself would retry for a minute where no program listens.
+    error = fails_to_answer(*split_address(host_port), min(timeout_s, _CONNECT_LIMIT_S))
+    if error is not None:
+        raise ClusterUnreachableError(f"No Ray cluster answers at {host_port}: {error}.", _START_FIX) from error
     _require_ray(host_port, timeout_s)
 
 
@@ -390,15 +393,6 @@ def _address(ray: Any, address: str) -> str:
             f"{' or '.join(others)}. To use another one: give its HOST:PORT as the address, or set RAY_ADDRESS."
         )
     return str(found)
-
-
-def _require_answer(host_port: str, timeout_s: float) -> None:
-    """Refuse an address where no program listens; Ray itself would retry for a minute."""
-    host, port = split_address(host_port)
-    try:
-        socket.create_connection((host, port), timeout=timeout_s).close()
-    except OSError as error:
-        raise ClusterUnreachableError(f"No Ray cluster answers at {host_port}: {error}.", _START_FIX) from error
 
 
 def _require_ray(host_port: str, timeout_s: float) -> None:
