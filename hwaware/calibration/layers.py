@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import statistics
 import time
-from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence, Set
+from typing import Any, Callable, Collection, Dict, Iterable, List, Mapping, Optional, Sequence, Set
 
 import msgspec
 
 from hwaware.calibration.agreeing import Errors, agreed, errors_of
 from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache, renewed
-from hwaware.calibration.filling import filled, seconds_per_flop
+from hwaware.calibration.filling import Times, filled, seconds_per_flop
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
 from hwaware.calibration.timing import Repeated, Timed, Timing, timed, together
@@ -25,7 +26,6 @@ from hwaware.workload import MeasuredTime, Workload
 LOG = logging.getLogger("hwaware")
 #: Time limit of a calibration that nobody asked for.
 LIMIT_S = 30.0
-Times = Dict[str, MeasuredTime]
 # Devices that are timed within a limit; more take the times of the most similar one.
 _MOST_DEVICES = 64
 # Layers that every device times.
@@ -96,29 +96,32 @@ def measured_within(
     usable = remaining(profile, exclude).devices
     unlike = _by_weight(sources, workload)
     devices = _chosen(usable, workload.dtype)
-    kept = {device.id: cache.known(device) for device in devices}
-    missing = {
-        device.id: [key for key in unlike if _is_missing(kept[device.id].get(key), limit_s)] for device in devices
+    kept = {
+        device.id: {key: layer for key, layer in cache.known(device).items() if key in unlike} for device in devices
     }
-    _say_if_hosts_were_busy(kept, missing, unlike)
+    missing = {name: [key for key in unlike if _is_missing(known.get(key), limit_s)] for name, known in kept.items()}
+    if any(layer.busy for name, known in kept.items() for key, layer in known.items() if key not in missing[name]):
+        LOG.warning(
+            "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
+            AGAIN,
+        )
     if any(missing.values()):
         fresh = _timed_within(unlike, devices, missing, profile, limit_s, workload.dtype)
         kept = {name: renewed(known, fresh.get(name, {})) for name, known in kept.items()}
-        changed = [device for device in devices if device.id in fresh]
-        all(cache.keep(device, fresh[device.id]) for device in changed)  # up to the first that cannot be written
-    found = {
-        name: {key: known[key].times for key in unlike if key in known and known[key].times}
-        for name, known in kept.items()
-    }
-    if not any(found.values()):
+        for device in devices:
+            if device.id in fresh and not cache.keep(device, fresh[device.id]):
+                break  # one warning is enough
+    timed_layers = {name: {key: layer for key, layer in known.items() if layer.times} for name, known in kept.items()}
+    if not any(timed_layers.values()):
         LOG.warning("No layer was timed; prices follow from the profile alone. %s", _longer(limit_s))
         return workload
-    errors = {name: _errors_of([kept[name][key] for key in known]) for name, known in found.items()}
+    found = {name: {key: layer.times for key, layer in known.items()} for name, known in timed_layers.items()}
+    errors = {name: _errors_of(known.values()) for name, known in timed_layers.items()}
     found = agreed(found, errors, devices, workload.dtype)
     return _with(workload, sources, profile, filled(found, sources, workload, usable))
 
 
-def _errors_of(layers: Sequence[KeptLayer]) -> Errors:
+def _errors_of(layers: Collection[KeptLayer]) -> Errors:
     """Return the errors of a device whose layers were kept, maybe by several starts."""
     programs, levels = [layer.error for layer in layers], [layer.level_error for layer in layers]
     return Errors(max(programs, default=NOISE), max(levels, default=NOISE))
@@ -138,17 +141,6 @@ def _chosen(devices: Sequence[Device], dtype: str) -> List[Device]:
         count = min(each, len(ordered))
         found += [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
     return found[:_MOST_DEVICES]
-
-
-def _say_if_hosts_were_busy(
-    kept: Mapping[str, Mapping[str, KeptLayer]], missing: Mapping[str, Sequence[str]], keys: Mapping[str, LayerSource]
-) -> None:
-    used = [(name, key) for name in kept for key in keys if key in kept[name] and key not in missing[name]]
-    if any(kept[name][key].busy for name, key in used):
-        LOG.warning(
-            "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
-            AGAIN,
-        )
 
 
 def _is_missing(layer: Optional[KeptLayer], limit_s: float) -> bool:
@@ -190,43 +182,37 @@ def _timed_within(
     def left_s() -> float:
         return max(0.0, start_s + limit_s - time.monotonic())
 
-    def timed_by_leaders(few: int) -> Callable[[Sequence[Repeated], int], Timed]:
-        def within(programs: Sequence[Repeated], working_set_bytes: int) -> Timed:
-            counts = [len(programs) if device.id in leaders else min(few, len(programs)) for device in asked]
-            found = timed(ask, programs, working_set_bytes, left_s(), counts, busy)
-            busy.extend(found.busy)
-            for device, timings in zip(asked, found.timings):
-                errors.setdefault(device.id, errors_of(timings))  # whole layers come first
-            return found
-
-        return within
+    def timed_now(programs: Sequence[Repeated], working_set_bytes: int, others: int) -> Timed:
+        """Time all programs on the leaders, and so many of the first ones on the other devices."""
+        counts = [len(programs) if device.id in leaders else others for device in asked]
+        found = timed(ask, programs, working_set_bytes, left_s(), counts, busy)
+        busy.extend(found.busy)
+        for device, timings in zip(asked, found.timings):
+            errors.setdefault(device.id, errors_of(timings))  # whole layers come first
+        return found
 
     try:
         with timers(profile, asked, start_s + limit_s) as ask:
             # Lowered here while the timers start there.
             whole = [unlike[key].make(False) for key in keys if left_s() > limit_s / 2]
             leaders = _leaders(asked, ask("start"), dtype)
-            found = times_of(whole, timed_by_leaders(2 * _HEAVIEST))
+            found = times_of(whole, functools.partial(timed_now, others=2 * _HEAVIEST))
             if left_s() > limit_s / 3:
                 parts = [LayerPrograms(None, None, None, unlike[key].make(True).parts) for key in keys[: len(whole)]]
-                found = _merged(found, times_of(parts, timed_by_leaders(0)) or [[{} for _ in parts]] * len(found))
+                if any(layer.parts for layer in parts):
+                    found = _merged(found, times_of(parts, functools.partial(timed_now, others=0)))
     except MeasurementError as error:
         LOG.warning("The layers were not timed. %s", error)
         return {}
-    fresh = {
-        device.id: {
-            key: KeptLayer(
-                times=times,
-                limit_s=limit_s,
-                busy=bool(busy),
-                error=errors[device.id].program,
-                level_error=errors[device.id].level,
-            )
-            for key, times in zip(keys, [*layers, *[_NO_TIMES] * (len(keys) - len(layers))])
-        }
-        for device, layers in zip(asked, found)
-        if any(layers)  # a device that did not answer is asked again at the next start
-    }
+    untried = [_NO_TIMES] * (len(keys) - len(whole))
+    fresh: Dict[str, Dict[str, KeptLayer]] = {}
+    for device, layers in zip(asked, found):
+        if any(layers):  # a device that did not answer is asked again at the next start
+            error_of = {"error": errors[device.id].program, "level_error": errors[device.id].level}
+            fresh[device.id] = {
+                key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy), **error_of)
+                for key, times in zip(keys, [*layers, *untried])
+            }
     LOG.info("timed the layers in %.0f s.", time.monotonic() - start_s)
     untimed = [key for key in keys if not all(name in fresh and fresh[name][key].times for name in leaders)]
     if untimed and (fresh or any(len(lacks) < len(unlike) for lacks in missing.values())):
@@ -254,11 +240,10 @@ def _merged(whole: Sequence[Sequence[Times]], parts: Sequence[Sequence[Times]]) 
     """Return the times of whole layers, with those of their parts where both were timed."""
 
     def both(times: Times, more: Times) -> Times:
-        update_s = times["1,1"].update_s if times else None
-        return {
-            **times,
-            **{name: msgspec.structs.replace(one, update_s=update_s) for name, one in more.items() if times},
-        }
+        if not times:
+            return times
+        update_s = times["1,1"].update_s
+        return {**times, **{name: msgspec.structs.replace(one, update_s=update_s) for name, one in more.items()}}
 
     return [[both(*layer) for layer in zip(*of_device)] for of_device in zip(whole, parts)]
 
