@@ -290,9 +290,9 @@ class Wire:
             raise OSError(f"{key!r} has {work.received.length} bytes, expected {nbytes}")
         return memory
 
-    def disconnect(self, endpoint: int, force: bool = False) -> None:
-        """Close an endpoint; with `force`, drop what is under way."""
-        self._order(lambda: self._end(endpoint, _FORCE * force))
+    def disconnect(self, endpoint: int) -> None:
+        """Close an endpoint; what is under way still arrives."""
+        self._order(lambda: self._end(endpoint, 0))
 
     def close(self) -> None:
         """Close all endpoints and UCX; what was sent before still arrives."""

@@ -36,14 +36,6 @@ class ModelConfig:
                 )
             object.__setattr__(self, field.name, int(value))  # NumPy's integers would overflow
 
-    def _require_multiple(self, large: str, small: str) -> None:
-        values = getattr(self, large), getattr(self, small)
-        if values[0] % values[1]:
-            raise UnusableInputError(
-                f"{large} is {values[0]}, expected a multiple of {small} = {values[1]}.",
-                f"set {large} to {values[1] * max(1, round(values[0] / values[1]))}.",
-            )
-
 
 @dataclasses.dataclass(frozen=True)
 class MlpConfig(ModelConfig):
@@ -71,7 +63,11 @@ class GptConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_multiple("hidden", "heads")
+        if self.hidden % self.heads:
+            raise UnusableInputError(
+                f"hidden is {self.hidden}, expected a multiple of heads = {self.heads}.",
+                f"set hidden to {self.heads * max(1, round(self.hidden / self.heads))}.",
+            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,9 +80,7 @@ def own_versions() -> Dict[str, str]:
     }
 
 
-def profile_beside(
-    profile: ClusterProfile, node: Node, name: str, present: Sequence[str], limit_s: float = LIMIT_S
-) -> ClusterProfile:
+def profile_beside(profile: ClusterProfile, node: Node, name: str, present: Sequence[str]) -> ClusterProfile:
     """Measure one more host, whose devices nobody uses yet, and return the profile with this host.
 
     The function measures the host's devices, and its links to the present hosts. The other hosts train meanwhile. So
@@ -93,10 +91,9 @@ def profile_beside(
         node: The host, on which Ray runs.
         name: The host's name in the profile.
         present: Addresses of the profile's hosts that are up.
-        limit_s: Time limit [s].
 
     Raises:
-        MeasurementError: The host could not be measured in time.
+        MeasurementError: The host could not be measured within `LIMIT_S`.
         UnusableInputError: The host has other versions than this process.
         RecordError: Another host or device already has one of the host's names.
     """
@@ -107,7 +104,7 @@ def profile_beside(
         is_late.set()
         ray_cluster.end_actors(actors)
 
-    timer = threading.Timer(limit_s, end)
+    timer = threading.Timer(LIMIT_S, end)
     timer.daemon = True
     timer.start()
     try:
@@ -119,21 +116,21 @@ def profile_beside(
         found = measure(RayCrew(members, {}, {}), BESIDE, known or ["float32"], Silent(), selection, earlier)
     except Exception:  # after the end of its workers, a measurement raises many kinds of errors
         if is_late.is_set():
-            raise _late(limit_s) from None
+            raise _late() from None
         raise
     finally:
         timer.cancel()
         ray_cluster.end_actors(actors)
     if is_late.is_set():
-        raise _late(limit_s)
+        raise _late()
     lost = [flag.what for flag in found.flags if flag.kind == "failed" and name in flag.subjects]
     if len([device for device in found.devices if device.host == name]) < node.num_gpus:
         raise MeasurementError(" ".join(lost) or "Its devices could not be measured.", _FIX)
     return with_likely_passes(found, name)
 
 
-def _late(limit_s: float) -> MeasurementError:
-    return MeasurementError(f"It was not measured within {limit_s:g} s.", "start Ray there again on a calmer host.")
+def _late() -> MeasurementError:
+    return MeasurementError(f"It was not measured within {LIMIT_S:g} s.", "start Ray there again on a calmer host.")
 
 
 def _members(

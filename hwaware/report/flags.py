@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from itertools import combinations
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, List, Sequence, Tuple
 
 from msgspec.structs import replace
 from rich.console import Console
@@ -130,9 +130,9 @@ def _quoted(words: Sequence[str]) -> str:
     return " ".join(shlex.quote(word) for word in words)
 
 
-def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> None:
-    """Print the flags on standard output, unless given another console."""
-    out = console or Console(soft_wrap=True)
+def show_flags(profile: Any, file: str) -> None:
+    """Print the flags on standard output."""
+    out = Console(soft_wrap=True)
     out.print(Text(f"{flags_heading(profile)}:", style="bold"))
     for line in flag_lines(profile, file):
         out.print(Text(line))

@@ -74,7 +74,7 @@ def _draw_times(axis: Any, plan: Plan, cost: Optional[Cost]) -> None:
     axis.set_title("Times by stage", fontsize=11)
     canvas.bare(axis)
     if not any(total):
-        _say_unknown(axis, "not in the plan's file;\ngive cluster and workload")
+        _say_unknown(axis)
         return
     left = [0.0] * len(total)
     colours = {"forward": "#4c78a8", "backward": "#9ecae9", "forward + backward": "#4c78a8", "receive": "#f58518"}
@@ -115,7 +115,7 @@ def _draw_memory(axis: Any, plan: Plan, profile: Optional[ClusterProfile], cost:
     axis.set_title("Memory and capacity" if any(limits) else "Memory", fontsize=11)
     canvas.bare(axis)
     if not known:
-        _say_unknown(axis, "not in the plan's file;\ngive cluster and workload")
+        _say_unknown(axis)
         return
     for index, (value, limit) in enumerate(zip(used, limits)):
         over = value is not None and limit is not None and value > limit
@@ -136,5 +136,6 @@ def _smallest(profile: Optional[ClusterProfile], devices: Sequence[str]) -> Opti
     return min(sizes, default=None)
 
 
-def _say_unknown(axis: Any, words: str) -> None:
+def _say_unknown(axis: Any) -> None:
+    words = "not in the plan's file;\ngive cluster and workload"
     axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=canvas.INK)

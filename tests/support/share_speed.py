@@ -55,7 +55,10 @@ def speed_under_share(bed: Testbed, host: str, device: int = 0) -> float:
         UnusableInputError: The testbed has no such host or device.
         TestbedError: The testbed does not shape shares, or the measurement failed.
     """
-    shares = bed.share_files(host, device)
+    groups = bed._state.cpu_groups()
+    if groups is None:
+        raise TestbedError(f"Testbed {bed.name} does not shape CPU shares.", "start it as root.")
+    shares = groups.daemons(host), groups.device_groups(bed.scenario, host).devices[device]
     line = bed.command(host, [sys.executable, "-c", _PRODUCTS, *shares])
     environment = {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(line, env=environment, timeout=_LIMIT_S, capture_output=True, text=True, check=False)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
 
 import msgspec
 
@@ -117,21 +117,6 @@ class Testbed:
                 groups.daemons(host) if device is None else groups.device_groups(self.scenario, host).devices[device]
             )
         return launcher.command(argv, pid=self._state.holders.get(host), cgroup=procs)
-
-    def share_files(self, host: str, device: int = 0) -> Tuple[str, str]:
-        """Return two cgroup.procs files: for a whole core, and for a device's share of one.
-
-        A process that writes its id into either runs there.
-
-        Raises:
-            UnusableInputError: The testbed has no such host or device.
-            TestbedError: The testbed does not shape CPU shares.
-        """
-        self._check_device(host, device)
-        groups = self._state.cpu_groups()
-        if groups is None:
-            raise TestbedError(f"Testbed {self.name} does not shape CPU shares.", "start it as root.")
-        return groups.daemons(host), groups.device_groups(self.scenario, host).devices[device]
 
     def set_share(self, host: str, share: float) -> None:
         """Give each device of `host` this share of a core from now on.
