@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import click
 
 from hwaware.cli._run import NumberRange, json_option, print_json, reports_errors
 from hwaware.errors import UnusableInputError
+
+if TYPE_CHECKING:
+    from hwaware.report.fitting import Column
 
 
 @click.group()
@@ -35,6 +38,7 @@ def sync(cluster: str, size: str, workers: Tuple[str, ...], servers: Optional[in
     from hwaware.cluster import ClusterProfile
     from hwaware.costs.synchronisation import compare_syncs
     from hwaware.formatting import BYTES_PER_S, SECONDS, counted, text
+    from hwaware.report.tables import number_column
 
     nbytes = _bytes(size, "--bytes")
     profile = ClusterProfile.load(cluster)
@@ -52,13 +56,10 @@ def sync(cluster: str, size: str, workers: Tuple[str, ...], servers: Optional[in
     caption = f"The price of the ring comes from {ring}. Workers send {text(found.worker_bytes_per_s, BYTES_PER_S)}" + (
         f", servers {text(found.server_bytes_per_s, BYTES_PER_S)}." if servers else "."
     )
-    _print_table(
-        counted(len(devices), "worker") + (f", {counted(servers, 'server')}" if servers else ""),
-        [("way", list(found.seconds))],
-        [("time", times, SECONDS)],
-        caption,
-        [("of the fastest", [f"{seconds / times[0]:.2f}x" if times[0] else "-" for seconds in times])],
-    )
+    ratios = [f"{seconds / times[0]:.2f}x" if times[0] else "-" for seconds in times]
+    title = counted(len(devices), "worker") + (f", {counted(servers, 'server')}" if servers else "")
+    columns = [number_column("time", times, SECONDS), ("of the fastest", ratios)]
+    _print_table(title, [("way", list(found.seconds))], columns, caption)
 
 
 @command.command("memory", short_help="Memory of a stage under ZeRO and offloading.")
@@ -94,6 +95,7 @@ def memory(
     from hwaware.cluster import ClusterProfile
     from hwaware.costs.zero import LEVELS, ZeroStage, zero_cost
     from hwaware.formatting import BYTES, SECONDS, counted
+    from hwaware.report.tables import number_column
     from hwaware.workload import Workload
 
     if cluster is not None and devices is not None:
@@ -117,19 +119,18 @@ def memory(
         print_json({"layers": list(stage.layers), "devices": count, "microbatches": microbatches, "levels": rows})
         return
     columns = [
-        ("memory", [row["memory_bytes"] for row in rows], BYTES),
-        ("state", [row["state_bytes"] for row in rows], BYTES),
-        ("sent", [row["sent_bytes"] for row in rows], BYTES),
+        number_column(name, [row[f"{name}_bytes"] for row in rows], BYTES) for name in ("memory", "state", "sent")
     ]
     if rate is not None:
-        columns.append(("offload", [row["offload_s"] for row in rows], SECONDS))
+        columns.append(number_column("offload", [row["offload_s"] for row in rows], SECONDS))
+    if profile is not None:
+        columns.append(("fits on", [f"{row['fits']} of {count}" for row in rows]))
     _print_table(
         f"Layers {stage.layers[0]}-{stage.layers[1]} on {counted(count, 'device')}, "
         f"{counted(microbatches, 'microbatch')}",
         [("ZeRO", [f"{row['level']}{' + offload' if row['offload'] else ''}" for row in rows])],
         columns,
         "Of the fullest device. State: parameters, gradients, optimizer state. Sent: by each device in a step.",
-        [("fits on", [f"{row['fits']} of {count}" for row in rows])] if profile is not None else [],
     )
 
 
@@ -164,6 +165,7 @@ def iterations(file: str, asked: Tuple[str, ...], as_json: bool) -> None:
 
     from hwaware.costs.iterations import COLUMNS, check_iterations, fit_iterations, read_iterations
     from hwaware.formatting import SECONDS, percent
+    from hwaware.report.tables import number_column
 
     configurations, seconds = read_iterations(file)
     wanted = [_configuration(words, configurations, COLUMNS) for words in asked]
@@ -186,13 +188,13 @@ def iterations(file: str, asked: Tuple[str, ...], as_json: bool) -> None:
             f"Error of rows that the fit did not see: {percent(checked.mean)} on average, "
             f"at most {percent(checked.p90)} for nine in ten."
         )
+    title = f"Fitted to {len(seconds)} rows"
     if wanted:
-        names = [(name, [f"{one[name]:g}" for one in wanted]) for name in COLUMNS]
-        _print_table(f"Fitted to {len(seconds)} rows", [], [("iteration", predicted, SECONDS)], error, before=names)
+        columns = [(name, [f"{one[name]:g}" for one in wanted]) for name in COLUMNS]
+        _print_table(title, [], [*columns, number_column("iteration", predicted, SECONDS)], error)
         return
     parameters = {name: f"{value:.4g}" for name, value in msgspec.to_builtins(model).items()}
-    title = f"Fitted to {len(seconds)} rows"
-    _print_table(title, [("parameter", list(parameters))], [], error, [("value", list(parameters.values()))])
+    _print_table(title, [("parameter", list(parameters))], [("value", list(parameters.values()))], error)
 
 
 @command.command("refit", short_help="Correct a profile by the steps of a result.")
@@ -246,13 +248,8 @@ def refit(result: str, output: Optional[str], workload_output: Optional[str], as
     factors = {**found.compute, "messages": found.communication}
     caption = f"Mean error of {len(observed)} predicted steps: {percent(errors['before'])}, corrected "
     caption += f"{percent(errors['after'])}. The fit saw these steps."
-    _print_table(
-        "Measured over predicted time",
-        [("kind of device", list(factors))],
-        [],
-        caption,
-        [("factor", [f"{factor:.3f}" for factor in factors.values()])],
-    )
+    columns = [("factor", [f"{factor:.3f}" for factor in factors.values()])]
+    _print_table("Measured over predicted time", [("kind of device", list(factors))], columns, caption)
 
 
 @command.command("adapting", short_help="Policies that place again as devices slow down.")
@@ -318,26 +315,16 @@ def adapting(
     _print_table(
         f"workload {model.name}, {microbatches} microbatches: time over the least possible (switches)",
         [("load", [name for name, *_ in rows]), ("seed", [str(seed) for _, seed, *_ in rows])],
-        [],
-        "Least possible: the best choice of placements by somebody who knows the load beforehand.",
         columns,
+        "Least possible: the best choice of placements by somebody who knows the load beforehand.",
     )
 
 
-def _print_table(
-    title: str,
-    names: Sequence[Tuple[str, Sequence[str]]],
-    numbers: Sequence[Tuple[str, Sequence[Optional[float]], Any]],
-    caption: str,
-    after: Sequence[Tuple[str, Sequence[str]]] = (),
-    before: Sequence[Tuple[str, Sequence[str]]] = (),
-) -> None:
+def _print_table(title: str, names: Sequence[Column], columns: Sequence[Column], caption: str) -> None:
     from hwaware.report.console import make_console
     from hwaware.report.fitting import build_table
-    from hwaware.report.tables import number_column
 
-    columns = [number_column(header, values, quantity) for header, values, quantity in numbers]
-    make_console().print(build_table(title, names, [*before, *columns, *after], caption))
+    make_console().print(build_table(title, names, columns, caption))
 
 
 def _bytes(words: str, option: str, least: float = 0.0) -> float:
