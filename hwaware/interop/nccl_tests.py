@@ -237,7 +237,4 @@ def bus_factor(op: str, members: int) -> Optional[float]:
         (1.5, 0.75)
     """
     share = (members - 1) / members
-    factors: Dict[str, Any] = {"all-reduce": 2 * share, **dict.fromkeys(("all-gather", "reduce-scatter"), share)}
-    factors["all-to-all"] = share
-    found: Optional[float] = factors.get(op)
-    return found
+    return {"all-reduce": 2 * share, "all-gather": share, "reduce-scatter": share, "all-to-all": share}.get(op)
