@@ -186,9 +186,8 @@ def _ask(
         try:
             results[name] = ray.get(answer, timeout=max(_GRACE_S, begin_s + limit_s - time.monotonic()))
         except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            # An error in the timer ends with its own message; other errors begin with theirs.
-            reason = lines[-1 if isinstance(error, ray.exceptions.RayTaskError) else 0].rstrip(".")
+            is_own = isinstance(error, ray.exceptions.RayTaskError)
+            reason = ray_cluster.last_line(error) if is_own else ray_cluster.died(error)
             raise MeasurementError(
                 f"The layers were not timed on device {name!r} within {limit_s:g} s: {reason}.",
                 "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
