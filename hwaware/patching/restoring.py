@@ -74,10 +74,9 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
             "hwaware's runtime is not under Alpa, expected it there: restore_newest restores to its workers.",
             "call hwaware.enable before `import alpa`, on stock JAX.",
         )
-    specs = None
-    for step in checkpoint_folder.steps_to_restore(place):
-        if specs is None:
-            specs = train_step.get_executable(state, batch).get_input_placement_specs()[0]
+    steps = checkpoint_folder.steps_to_restore(place)
+    specs = train_step.get_executable(state, batch).get_input_placement_specs()[0] if steps else None
+    for step in steps:
         try:
             return checkpoints.restored(place, step, specs, keep_unread=True), step
         except DamagedCheckpointError as error:

@@ -123,22 +123,21 @@ def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, 
             parts.after.extend([*equations, last])
             results[place] = result
         programs.append(joined(program, parts, results))
-    return _without_unread(programs[0], programs[1], {places_[0] for places_ in places}, micro)
+    replaced = variables(micro.jaxpr.outvars[place] for place, _, _ in places)
+    return _without_unread(programs[0], programs[1], replaced)
 
 
-def _without_unread(micro: Any, full: Any, replaced: Set[int], before: Any) -> Tuple[Any, Any]:
+def _without_unread(micro: Any, full: Any, replaced: Sequence[Any]) -> Tuple[Any, Any]:
     """Remove from the gradient markers the values that only replaced results have read."""
     parts = parts_of(micro)
     read = {v for equation in parts.after for v in variables(equation.invars)}.union(variables(micro.jaxpr.outvars))
-    unread = {before.jaxpr.outvars[place] for place in replaced if not is_literal(before.jaxpr.outvars[place])} - read
+    unread = set(replaced) - read
     kept = [index for index, variable in enumerate(parts.marker.outvars) if variable not in unread]
     programs = []
     for program in (micro, full):
         cut = parts_of(program)
-        marker = cut.marker.replace(
-            invars=[cut.marker.invars[index] for index in kept], outvars=[cut.marker.outvars[index] for index in kept]
-        )
-        programs.append(joined(program, cut._replace(marker=marker), program.jaxpr.outvars))
+        ends = {name: [getattr(cut.marker, name)[index] for index in kept] for name in ("invars", "outvars")}
+        programs.append(joined(program, cut._replace(marker=cut.marker.replace(**ends)), program.jaxpr.outvars))
     return programs[0], programs[1]
 
 
@@ -177,7 +176,7 @@ def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) ->
     per_sample = [v for v in made if slices.behind([v])[1] & samples]
     # If the loss does not use a weight, the step makes its zero gradient outside the layers. Alpa moves it itself.
     left = [v for v in variables(parts.marker.invars) if v in made and v not in per_sample]
-    summed = [v for v in [*per_sample] if v in after or v in parts.marker.invars]
+    summed = [v for v in per_sample if v in after or v in parts.marker.invars]
     moved = _Prologue(closed_jaxpr, prologue, made, summed)
     ids = set(map(id, prologue)) - set(map(id, slices.behind(left)[0]))
     kept = [moved.into(item) if isinstance(item, Layer) else item for item in items if id(item) not in ids]
