@@ -15,6 +15,10 @@ STAGE_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2
 IDLE = "#d8d8d8"
 INK = "#404040"
 DOTS_PER_INCH = 130
+# Taller pictures take gigabytes of memory, and some viewers cannot open them. In inches.
+TALLEST = 200.0
+# A line of small words, and what stands above and below the rows of a picture, in inches.
+_LINE, _AROUND_ROWS = 0.135, 1.0
 # Fonts of common systems with Chinese and Japanese characters, which matplotlib's own font lacks.
 _EAST_ASIAN = (
     "Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "Droid Sans Fallback", "WenQuanYi Zen Hei",
@@ -52,7 +56,7 @@ def pyplot() -> Any:
 def subplots(widths: Sequence[float], height: float, **options: Any) -> Any:
     """Return a figure and its panels side by side, with widths and height in inches."""
     return pyplot().subplots(
-        1, len(widths), figsize=(sum(widths), height), width_ratios=list(widths), layout="constrained", **options
+        1, len(widths), figsize=(sum(widths), min(TALLEST, height)), width_ratios=list(widths), layout="constrained", **options
     )
 
 
@@ -66,6 +70,32 @@ def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None
     """Write small words just right of a point, or left of it."""
     side = {"xytext": (-4, 0), "ha": "right"} if left else {"xytext": (4, 0), "ha": "left"}
     axis.annotate(words, (x, y), textcoords="offset points", va="center", fontsize=8, **side)
+
+
+def shortened(name: str, most: int = 40) -> str:
+    """Return a name, or its beginning and its end if it has more than `most` characters.
+
+    Example:
+        >>> shortened("node-017.a-long-name-of-a-domain.example.com:0", 20)
+        'node-017.…ple.com:0'
+    """
+    half = (most - 1) // 2
+    return name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+
+
+def name_rows(axis: Any, names: Sequence[str], most: int = 60) -> range:
+    """Give each row of a picture its name, from the top down, and return the rows with a name.
+
+    If the picture is too low for all names, only every second row, third row, and so on has one. A longer line than
+    `most` characters loses its middle.
+    """
+    lines = 1 + max((name.count("\n") for name in names), default=0)
+    room = max(1, int((axis.figure.get_figheight() - _AROUND_ROWS) / (lines * _LINE)))
+    places = range(0, len(names), max(1, -(-len(names) // room)))
+    named = ["\n".join(shortened(line, most) for line in names[place].split("\n")) for place in places]
+    axis.set_yticks(places, named, fontsize=8)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    return places
 
 
 def _written(figure: Any, **options: Any) -> bytes:

@@ -15,6 +15,8 @@ MOST_NUMBERED = 16
 MOST_LABELLED = 40
 # More characters in all names together do not fit below a matrix of this many columns, which is wide in proportion.
 MOST_CHARACTERS_BELOW = 40
+# Longer names lose their middles: four columns have no more room beside them.
+MOST_CHARACTERS = 28
 # Colours follow the logarithm if the largest value exceeds this many times the smallest.
 WIDE_RANGE = 20.0
 
@@ -42,13 +44,11 @@ def _draw_devices(axis: Any, profile: ClusterProfile) -> None:
     devices, hosts = profile.devices, [host.name for host in profile.hosts]
     rates = [peak_flops_per_s(device) for device in devices]
     unit = common_unit(rates, FLOPS_PER_S)
-    places = range(len(devices))
     colours = [canvas.stage_colour(hosts.index(device.host)) for device in devices]
-    axis.barh(list(places), [rate / unit.size for rate in rates], color=colours)
-    for place, device, rate in zip(places, devices, rates):
-        canvas.label(axis, rate / unit.size, place, f"{unit.text(rate)} ({text(device.memory_bytes, BYTES)})")
-    axis.set_yticks(list(places), [f"{device.id}\n{device.kind} on {device.host}" for device in devices], fontsize=8)
-    axis.invert_yaxis()
+    axis.barh(range(len(devices)), [rate / unit.size for rate in rates], color=colours)
+    for place in canvas.name_rows(axis, [f"{one.id}\n{one.kind} on {one.host}" for one in devices]):
+        words = f"{unit.text(rates[place])} ({text(devices[place].memory_bytes, BYTES)})"
+        canvas.label(axis, rates[place] / unit.size, place, words)
     axis.set_xlim(0, 1.45 * max(rates) / unit.size)
     axis.set_xlabel(f"Best measured matrix products [{unit.label}] (memory)")
     axis.set_title(f"{counted(len(devices), 'device')} on {counted(len(hosts), 'host')}", fontsize=11)
@@ -87,6 +87,7 @@ def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity
                     shown = unit.text(value * unit.size)
                     ink = _ink(picture.cmap(picture.norm(value)))
                     axis.text(column, row, shown, ha="center", va="center", color=ink, fontsize=8)
+    names = [canvas.shortened(name, MOST_CHARACTERS) for name in names]
     every = -(-len(names) // MOST_LABELLED)
     places = range(0, len(names), every)
     fits = len(names) * max(map(len, names)) <= MOST_CHARACTERS_BELOW

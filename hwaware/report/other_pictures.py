@@ -25,10 +25,9 @@ def draw_workload(workload: Workload) -> Any:
     )
     _draw_groups(left, flops, FLOPS, "Work")
     _draw_groups(right, sizes, BYTES, "Bytes")
-    left.set_yticks(range(len(layers)), [layer.name for layer in layers], fontsize=8)
+    canvas.name_rows(left, [layer.name for layer in layers])
     left.set_ylabel("Layer")
-    left.invert_yaxis()
-    figure.suptitle(f"{workload.name}: a microbatch of {workload.microbatch_size}, {workload.dtype}")
+    figure.suptitle(f"{canvas.shortened(workload.name, 80)}: a microbatch of {workload.microbatch_size}, {workload.dtype}")
     return figure
 
 
@@ -51,14 +50,13 @@ def draw_sensitivity(explanation: Explanation) -> Any:
     changes.sort(key=lambda change: -change.saves_s)
     unit = common_unit([change.saves_s for change in changes], SECONDS)
     saved = [change.saves_s / unit.size for change in changes]
-    height = max(2.4, 1.4 + 0.42 * len(changes))
+    height = min(canvas.TALLEST, max(2.4, 1.4 + 0.42 * len(changes)))
     figure, axis = canvas.pyplot().subplots(figsize=(10, height), layout="constrained")
     axis.barh(range(len(saved)), saved, color=["#54a24b" if value >= 0 else "#e45756" for value in saved])
-    for place, (value, change) in enumerate(zip(saved, changes)):
-        words = f"{unit.text(change.saves_s)} ({change.saves_s / explanation.step_s:.1%})"
-        canvas.label(axis, value, place, words, left=value < 0)
-    axis.set_yticks(range(len(saved)), [change.what for change in changes], fontsize=8)
-    axis.invert_yaxis()
+    for place in canvas.name_rows(axis, [change.what for change in changes], most=80):
+        saves_s = changes[place].saves_s
+        words = f"{unit.text(saves_s)} ({saves_s / explanation.step_s:.1%})"
+        canvas.label(axis, saved[place], place, words, left=saves_s < 0)
     span = max((abs(value) for value in saved), default=0.0) or 1.0
     axis.set_xlim(-1.3 * span if min(saved) < 0 else 0, 1.3 * span)
     axis.axvline(0, color=canvas.INK, linewidth=0.8)

@@ -12,7 +12,9 @@ from hwaware.report import canvas
 from hwaware.workload import Workload
 
 # Longer lists show the first name and a count.
-MOST_NAMED = 4
+MOST_NAMED, MOST_CHARACTERS = 4, 60
+# A bar has room for one character of its label in each thirtieth of the axis.
+WIDE_ENOUGH = 30
 
 
 def draw_plan(plan: Plan, profile: Optional[ClusterProfile] = None, workload: Optional[Workload] = None) -> Any:
@@ -29,7 +31,6 @@ def draw_plan(plan: Plan, profile: Optional[ClusterProfile] = None, workload: Op
     _draw_layers(axes[0], plan, profile)
     _draw_times(axes[1], plan, cost)
     _draw_memory(axes[2], plan, profile, cost)
-    axes[0].invert_yaxis()
     step_s = cost.step_s if cost is not None else plan.predicted_step_s
     step = "" if step_s is None else f", predicted step {text(step_s, SECONDS)}"
     microbatches = counted(plan.num_microbatches, "microbatch")
@@ -46,18 +47,26 @@ def stage_label(plan: Plan, stage: int, hosts: Dict[str, str]) -> str:
 
 
 def _names(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} and {len(names) - 1} more"
+    few = ", ".join(names)
+    if len(names) == 1 or (len(names) <= MOST_NAMED and len(few) <= MOST_CHARACTERS):
+        return few
+    return f"{names[0]} and {len(names) - 1} more"
 
 
 def _draw_layers(axis: Any, plan: Plan, profile: Optional[ClusterProfile]) -> None:
     hosts = {} if profile is None else {device.id: device.host for device in profile.devices}
+    count = plan.stages[-1].layers[1] + 1
     for index, stage in enumerate(plan.stages):
         first, last = stage.layers
         axis.barh(index, last + 1 - first, left=first - 0.5, color=canvas.stage_colour(index), height=0.7)
         label = str(first) if first == last else f"{first}-{last}"
-        axis.text((first + last) / 2, index, label, ha="center", va="center", color="white", fontsize=9)
+        if (last + 1 - first) * WIDE_ENOUGH >= len(label) * count:
+            axis.text((first + last) / 2, index, label, ha="center", va="center", color="white", fontsize=9)
+        else:  # beside the bar, on the side with more room
+            is_left = first > count / 2
+            canvas.label(axis, first - 0.5 if is_left else last + 0.5, index, label, left=is_left)
     labels = [stage_label(plan, index, hosts) for index in range(len(plan.stages))]
-    axis.set_yticks(range(len(plan.stages)), labels, fontsize=8)
+    canvas.name_rows(axis, labels)
     axis.set_xlim(-0.5, plan.stages[-1].layers[1] + 0.5)
     axis.xaxis.get_major_locator().set_params(integer=True)
     axis.set_xlabel("Layer")
@@ -85,7 +94,8 @@ def _draw_times(axis: Any, plan: Plan, cost: Optional[Cost]) -> None:
     for index, value in enumerate(total):
         canvas.label(axis, left[index], index, unit.text(value))
     axis.set_xlim(0, 1.25 * max(left))
-    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=3, frameon=False)
+    below = -0.42 / (axis.figure.get_figheight() - 1.1)  # just under the axis, in parts of its height
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, below), ncols=3, frameon=False)
 
 
 def _parts(plan: Plan, cost: Optional[Cost]) -> Dict[str, List[float]]:

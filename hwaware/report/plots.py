@@ -33,6 +33,10 @@ _CIRCLE = 0.33
 _SHORT = 1.5
 # Longer names of devices stand above their circles.
 _MOST_IN_CIRCLE = 12
+# With more devices, a map is larger. Very large pictures take too much memory, so still more devices have small circles.
+_MOST_ON_A_MAP, _MOST_ON_A_LARGE_MAP = 9, 60
+# Height of a map's axes, and distance at which two circles do not touch, in inches.
+_MAP_HEIGHT, _APART = 3.6, 0.97
 
 
 class Context(NamedTuple):
@@ -108,7 +112,11 @@ def plot(record: FileRecord, path: PathLike, name: Optional[str] = None, context
 
 
 def _draw_one_map(profile: ClusterProfile, plan: Plan) -> Any:
-    figure, axis = canvas.pyplot().subplots(figsize=(6, 5.4), layout="constrained")
+    devices, larger = profile.devices, 1.0
+    if len(devices) > _MOST_ON_A_MAP:
+        room = 2 if any(len(device.id) > _MOST_IN_CIRCLE for device in devices) else 1  # names above the circles
+        larger = min(room * len(devices), _MOST_ON_A_LARGE_MAP) / _MOST_ON_A_MAP
+    figure, axis = canvas.pyplot().subplots(figsize=(6 * larger, 5.4 * larger), layout="constrained")
     draw_map(axis, profile, plan)
     return figure
 
@@ -142,15 +150,21 @@ def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
     table = LinkTable(profile)
     stages = located(plan)
     pairs = [pair for one, other in zip(stages, stages[1:]) for pair in exchanging(one.replicas, other.replicas)]
+    size = min(1.0, _spacing(len(places)) * axis.figure.get_figheight() / _MAP_HEIGHT / _APART)
     for source, target in pairs:
         others = [(places[s], places[t]) for s, t in pairs if (s, t) != (source, target)]
-        _draw_link(axis, places, table.between(source, target), (source, target), others)
+        _draw_link(axis, places, table.between(source, target), (source, target), others, size)
     for device in profile.devices:
-        _draw_device(axis, places[device.id], device, plan, stage_of.get(device.id))
+        _draw_device(axis, places[device.id], device, plan, stage_of.get(device.id), size)
     axis.set_xlim(-1.75, 1.75)
     axis.set_ylim(-1.6, 1.6)
     axis.set_aspect("equal")
     axis.axis("off")
+
+
+def _spacing(devices: int) -> float:
+    """Return the distance of neighbours on the ring."""
+    return 2 * sin(pi / max(2, devices))
 
 
 def _ring(names: List[str]) -> Dict[str, Tuple[float, float]]:
@@ -159,29 +173,35 @@ def _ring(names: List[str]) -> Dict[str, Tuple[float, float]]:
     return {name: (1.15 * cos(angle), 1.0 * sin(angle)) for name, angle in angles.items()}
 
 
-def _draw_device(axis: Any, place: Tuple[float, float], device: Any, plan: Plan, stage: Any) -> None:
+def _draw_device(axis: Any, place: Tuple[float, float], device: Any, plan: Plan, stage: Any, size: float) -> None:
     colour = canvas.IDLE if stage is None else canvas.stage_colour(stage)
-    axis.scatter(*place, s=4200, color=colour, edgecolor="white", linewidth=2, zorder=3)
+    axis.scatter(*place, s=4900 * size**2, color=colour, edgecolor="white", linewidth=2, zorder=3)
     layers = "idle"
     if stage is not None:
         first, last = plan.stages[stage].layers
         layers = f"stage {stage}\nlayers {first}-{last}" if first != last else f"stage {stage}\nlayer {first}"
     rate = peak_flops_per_s(device)
     unit = common_unit([rate], FLOPS_PER_S)
-    words = f"{rate / unit.size:.3g} {unit.label}\n{layers}"  # a circle has no room for more digits
+    words = f"{layers}\n{rate / unit.size:.3g} {unit.label}"  # a circle has no room for more digits
     if len(device.id) <= _MOST_IN_CIRCLE:
         words = f"{device.id}\n{words}"
     else:
-        axis.annotate(device.id, place, (0, 40), textcoords="offset points", ha="center", fontsize=8, zorder=4)
+        above = {"xytext": (0, 40 * size), "textcoords": "offset points"}
+        axis.annotate(canvas.shortened(device.id), place, ha="center", fontsize=8 * size, zorder=4, **above)
     ink = "black" if stage is None else "white"
-    axis.text(*place, words, ha="center", va="center", fontsize=8, color=ink, zorder=4)
+    axis.text(*place, words, ha="center", va="center", fontsize=8 * size, color=ink, zorder=4)
 
 
 def _draw_link(
-    axis: Any, places: Dict[str, Point], link: Optional[Link], ends: Tuple[str, str], others: List[Tuple[Point, Point]]
+    axis: Any,
+    places: Dict[str, Point],
+    link: Optional[Link],
+    ends: Tuple[str, str],
+    others: List[Tuple[Point, Point]],
+    size: float,
 ) -> None:
     (x0, y0), (x1, y1) = (places[end] for end in ends)
-    arrow = {"arrowstyle": "-|>", "color": "#404040", "linewidth": 1.5, "shrinkA": 36, "shrinkB": 36}
+    arrow = {"arrowstyle": "-|>", "color": "#404040", "linewidth": 1.5, "shrinkA": 36 * size, "shrinkB": 36 * size}
     axis.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=2)
     if link is not None:
         label = text(link.bandwidth_bytes_per_s, BYTES_PER_S)
@@ -189,9 +209,11 @@ def _draw_link(
         points = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in _LABEL_AT]
         place = max(points, key=lambda point: round(_room(point, places.values(), others), 1))
         # A short arrow would vanish under its label, which stands outside the ring then: right or left, above or below.
-        is_short = hypot(x1 - x0, y1 - y0) < _SHORT
-        aside = (31 * place[0] / hypot(*place), 12 * place[1] / hypot(*place)) if is_short else (0, 0)
-        axis.annotate(label, place, aside, textcoords="offset points", ha="center", va="center", fontsize=8,
+        is_large = len(places) > _MOST_ON_A_MAP  # then neighbours are so near that labels must clear their circles
+        is_short = hypot(x1 - x0, y1 - y0) < (1.5 * _spacing(len(places)) if is_large else _SHORT)
+        right, up = (58 * size, 42 * size) if is_large else (31, 12)
+        aside = (right * place[0] / hypot(*place), up * place[1] / hypot(*place)) if is_short else (0, 0)
+        axis.annotate(label, place, aside, textcoords="offset points", ha="center", va="center", fontsize=8 * size,
                       bbox=None if is_short else box, zorder=5)  # fmt: skip
 
 

@@ -39,8 +39,8 @@ def draw_timeline(timeline: Timeline) -> Any:
 def draw_steps_of(steps: Sequence[Tuple[str, Timeline]], title: str) -> Any:
     """Draw several steps below each other on one time axis, each with a name such as "Measured"."""
     figure, axes = canvas.pyplot().subplots(
-        len(steps), 1, figsize=(13, sum(_height(one) for _, one in steps)), sharex=True, squeeze=False,
-        layout="constrained",
+        len(steps), 1, figsize=(13, min(canvas.TALLEST, sum(_height(one) for _, one in steps))), sharex=True,
+        squeeze=False, layout="constrained",
     )  # fmt: skip
     longest = max(timeline.step_s for _, timeline in steps)
     unit = common_unit([longest], SECONDS)
@@ -58,7 +58,7 @@ def draw_steps_of(steps: Sequence[Tuple[str, Timeline]], title: str) -> Any:
 
 
 def _height(timeline: Timeline) -> float:
-    return max(2.4, 1.6 + 0.75 * len(timeline.devices))
+    return min(canvas.TALLEST, max(2.4, 1.6 + 0.75 * len(timeline.devices)))
 
 
 def _about(timeline: Timeline) -> str:
@@ -73,8 +73,7 @@ def _draw_rows(axis: Any, timeline: Timeline, unit: Unit) -> None:
     _number(axis, timeline, unit)
     busy = [_busy_s(timeline, stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
     labels = [f"stage {k}\n{_devices(timeline.devices[k])}\nbusy {busy[k]:.0%}" for k in range(stages)]
-    axis.set_yticks(range(stages), labels, fontsize=8)
-    axis.set_ylim(stages - 0.4, -0.5)
+    canvas.name_rows(axis, labels)
     canvas.bare(axis)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from builders import cluster, with_devices
+from builders import chain, cluster, with_devices
 from click.testing import CliRunner
 
 import hwaware
@@ -143,6 +144,61 @@ def test_long_names_of_hosts_are_whole_and_apart():
         hosts = [extent for one, extent in zip(texts, extents) if one.get_text().endswith("ec2.internal:0")]
         assert not any(one.overlaps(other) for one, other in itertools.combinations(hosts, 2)), name
         canvas.pyplot().close(figure)
+
+
+def rows_of(figure):
+    """The names beside the rows of each panel that has some."""
+    figure.draw_without_rendering()
+    panels = [axis for axis in figure.axes if axis.get_visible() and axis.yaxis.get_visible()]
+    names = [[one for one in axis.get_yticklabels() if re.search("[a-z]{2}", one.get_text())] for axis in panels]
+    return [(axis, found) for axis, found in zip(panels, names) if found]
+
+
+@pytest.mark.parametrize("length", [100, 1000])
+def test_very_long_names_leave_room_for_what_is_drawn(length):
+    longer = {host: f"{host}-{'long' * (length // 4 - 2)}" for host in ("h0", "h1", "h2", "h3")}
+    text = re.sub(r'"(h\d)(:0)?"', lambda found: f'"{longer[found[1]]}{found[2] or ""}"', PROFILE.to_json().decode())
+    profile = hwaware.ClusterProfile.from_json(text)
+    layers = tuple(msgspec.structs.replace(one, name=f"{one.name}{'layer' * 20}") for one in WORKLOAD.layers)
+    workload = msgspec.structs.replace(WORKLOAD, layers=layers)
+    plan = hwaware.plan(workload, profile, num_microbatches=8)
+    pictures = {**drawings(profile), **drawings(workload), **drawings(plan, Context(profile, workload))}
+    for name in ("cluster", "workload", "plan", "timeline", "sensitivity"):
+        figure = pictures[name]()
+        for axis, names in rows_of(figure):
+            assert axis.get_window_extent().width > 1.5 * figure.dpi, name
+            assert all(one.get_window_extent().x0 >= figure.bbox.x0 for one in names), (name, names)
+        canvas.pyplot().close(figure)
+
+
+def test_the_names_of_many_devices_and_layers_are_apart():
+    many = cluster({f"host{number}": 4 for number in range(30)})
+    layers = tuple(msgspec.structs.replace(WORKLOAD.layers[0], name=f"layer {number}") for number in range(900))
+    deep = msgspec.structs.replace(WORKLOAD, layers=layers, shared=())
+    for record in (many, deep):
+        (figure,) = (draw() for draw in drawings(record).values())
+        for _, names in rows_of(figure)[:1]:
+            extents = [one.get_window_extent() for one in names]
+            assert len(extents) > 10
+            assert not any(one.overlaps(other) for one, other in zip(extents, extents[1:]))
+        assert figure.get_figheight() <= canvas.TALLEST
+        canvas.pyplot().close(figure)
+
+
+@pytest.mark.parametrize("devices", [8, 12, 40, 100])
+def test_the_circles_of_a_map_are_apart(devices):
+    names = [f"h{number}" for number in range(devices)]
+    profile = cluster(dict.fromkeys(names, 1))
+    plan = chain([f"{names[0]}:0"], [f"{names[1]}:0"])
+    figure = drawings(plan, Context(profile))["map"]()
+    figure.draw_without_rendering()
+    (axis,) = figure.axes
+    middles = [axis.transData.transform(one.get_offsets()[0]) for one in axis.collections]
+    radius = math.sqrt(axis.collections[0].get_sizes()[0]) / 2 * figure.dpi / 72
+    gaps = [math.dist(one, other) for one, other in zip(middles, [*middles[1:], middles[0]])]
+    assert len(middles) == devices
+    assert min(gaps) > 2 * radius
+    canvas.pyplot().close(figure)
 
 
 @pytest.mark.parametrize("name", ["noending", "none.tar"])
