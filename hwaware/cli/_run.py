@@ -54,6 +54,9 @@ _AGAIN_S, _IMPORT_LIMIT_S = 0.05, 20.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Parameters that name a file or folder to write.
 _OUTPUTS = ("output", "plotted", "page", "workload_output")
+# Parameters that name a file to read, which an output must not replace. Some commands do renew a file: `profile` that of
+# --resume, `import` that of --into, and `evaluate` its plan.
+_INPUTS = ("cluster", "workload", "file", "files", "result", "plan", "measure", "load")
 # Streams that take the JSON document while all other output goes to standard error; the newest last.
 _results: List[TextIO] = []
 
@@ -62,8 +65,8 @@ def reports_errors(function: F) -> F:
     """Turn a command's errors into one message on standard error and an exit code.
 
     A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
-    so that no testbed or cluster stays behind. An output that cannot be written, or two outputs with one path, are an
-    error before the command runs.
+    so that no testbed or cluster stays behind. An output that cannot be written, two outputs with one path, or an output
+    with the path of an input, are an error before the command runs.
     Standard output that is full is an error too. It gets escapes for characters that its encoding lacks.
 
     With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to
@@ -82,6 +85,7 @@ def reports_errors(function: F) -> F:
                     f"The outputs {' and '.join(outputs)} are one file: the second would replace the first.",
                     "give each output a path of its own.",
                 )
+            _keep_inputs(kwargs, outputs)
             with cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except HwawareError as error:
@@ -95,6 +99,19 @@ def reports_errors(function: F) -> F:
             sys.exit(INTERRUPTED)
 
     return wrapped  # type: ignore[return-value]  # functools.wraps keeps the signature; mypy cannot see that
+
+
+def _keep_inputs(given: Dict[str, Any], outputs: Sequence[str]) -> None:
+    """Refuse an output that would replace a file that the command reads."""
+    replaced = {os.path.realpath(path): path for path in outputs}
+    for name in _INPUTS:
+        paths = given.get(name) or ()
+        for path in (paths,) if isinstance(paths, str) else paths:
+            if os.path.realpath(path) in replaced:
+                raise UnusableInputError(
+                    f"The output {replaced[os.path.realpath(path)]} would replace {path}, which the command reads.",
+                    "give the output a path of its own.",
+                )
 
 
 def exit_if_full(error: OSError) -> None:

@@ -12,11 +12,11 @@ from hwaware.cli._run import json_option, print_document, print_json, reports_er
 @click.command()
 @click.argument("cluster", type=click.Path())
 @click.argument("workload", type=click.Path())
-@click.argument("plan", type=click.Path())
+@click.argument("priced", metavar="PLAN", type=click.Path())
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write: the plan with these figures.")
 @json_option
 @reports_errors
-def command(cluster: str, workload: str, plan: str, output: Optional[str], as_json: bool) -> None:
+def command(cluster: str, workload: str, priced: str, output: Optional[str], as_json: bool) -> None:
     """Price PLAN for WORKLOAD on CLUSTER: the step time, and each stage's times and memory.
 
     \b
@@ -31,7 +31,7 @@ def command(cluster: str, workload: str, plan: str, output: Optional[str], as_js
     from hwaware.plans import Plan
     from hwaware.workload import Workload
 
-    profile, model, placed = ClusterProfile.load(cluster), Workload.load(workload), Plan.load(plan)
+    profile, model, placed = ClusterProfile.load(cluster), Workload.load(workload), Plan.load(priced)
     cost = evaluate(placed, model, profile)
     interval = step_interval(placed, model, profile, cost.step_s)
     for index, stage in enumerate(cost.stages):

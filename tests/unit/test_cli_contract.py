@@ -109,6 +109,38 @@ def test_what_cannot_be_worked_with_is_one_message_and_2(arguments, says, as_jso
     assert list(tmp_path.iterdir()) == []
 
 
+REPLACING = (
+    ["plan", "cluster", "workload", "--microbatches", "4", "-o", "cluster"],
+    ["plan", "cluster", "workload", "--microbatches", "4", "-o", "../{folder}/workload"],
+    ["evaluate", "cluster", "workload", "plan", "-o", "workload"],
+    ["simulate", "cluster", "workload", "plan", "-o", "plan"],
+    ["show", "cluster", "--html", "./cluster"],
+    ["export", "alpa-db", "cluster", "-o", "cluster"],
+    ["import", "iperf3", "workload", "plan", "-o", "plan"],
+    ["import", "alpa-db", "plan", "-o", "plan"],
+    ["trace", "mlp", "--measure", "cluster", "-o", "cluster"],
+)
+
+
+@pytest.mark.parametrize("arguments", REPLACING, ids=[" ".join(each[:2]) for each in REPLACING])
+def test_no_output_replaces_what_the_command_reads(arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, source in (("cluster", CLUSTER), ("workload", WORKLOAD), ("plan", PLAN)):
+        (tmp_path / name).write_bytes(Path(source).read_bytes())
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    outcome = run(*(word.format(folder=tmp_path.name) for word in arguments))
+    assert outcome.exit_code == 2, outcome.output
+    assert "which the command reads. To fix: give the output a path of its own." in outcome.stderr
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_plan_may_be_priced_in_place(tmp_path):
+    plan = tmp_path / "plan.json"
+    plan.write_bytes(Path(PLAN).read_bytes())
+    assert run("evaluate", CLUSTER, WORKLOAD, plan, "-o", plan).exit_code == 0
+    assert json.loads(plan.read_text())["predicted_step_s"] > 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
