@@ -32,9 +32,19 @@ class FittingTable(Table):
                 # Rich would shrink all columns alike, and cut off what then does not fit.
                 for column, width in zip(self.columns, _widened(widths, self.columns, room)):
                     column.width = width
-                yield from super().__rich_console__(console, options)
+                yield from self._side_by_side(console, options)
                 return
         yield from self._as_list()
+
+    def _side_by_side(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
+        """Yield the table. Rich would fold the title and the caption to the width of a narrow table."""
+        title, caption = self.title, self.caption
+        self.title = self.caption = None
+        try:
+            rows = [*super().__rich_console__(console, options)]
+        finally:
+            self.title, self.caption = title, caption
+        yield from (one for one in (title, *rows, caption) if one)
 
     def _as_list(self) -> Iterator[Text]:
         if self.title:

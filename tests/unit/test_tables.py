@@ -12,6 +12,8 @@ from hwaware.errors import UnusableInputError
 from hwaware.plans import Plan
 from hwaware.records import FileRecord
 from hwaware.report import tables
+from hwaware.report.console import make_console
+from hwaware.report.fitting import build_table
 from hwaware.result import BenchmarkResult, Mapping
 
 
@@ -107,3 +109,10 @@ def test_unknown_record_is_refused():
 
     with pytest.raises(UnusableInputError, match=r"no tables of a hwaware\.other yet.*To fix: .*--json"):
         tables.render(Other())
+
+
+def test_the_words_around_a_narrow_table_are_not_folded(capsys):
+    words = "The price of the ring comes from links."
+    make_console().print(build_table("Measured over predicted time", [("way", ["ring"])], [("time [s]", ["1"])], words))
+    printed = capsys.readouterr().out.splitlines()
+    assert (printed[0], printed[-1]) == ("Measured over predicted time", words)
