@@ -67,7 +67,9 @@ def sync(cluster: str, size: str, workers: Tuple[str, ...], servers: Optional[in
 @click.option("--cluster", type=click.Path(dir_okay=False), help="Profile whose devices share the stage.")
 @click.option("--devices", type=click.IntRange(1, 100_000), help="Number of devices that share the stage. [1]")
 @click.option("--layers", metavar="A-B", help="First and last layer of the stage. [all]")
-@click.option("--microbatches", type=click.IntRange(1, 10**9), default=1, show_default=True, help="Per step.")
+@click.option(
+    "--microbatches", type=click.IntRange(1, 10**9), default=1, show_default=True, help="Microbatches per step."
+)
 @click.option(
     "--later-stages", type=click.IntRange(0, 10**6), default=0, show_default=True, help="Stages behind this one."
 )
@@ -255,12 +257,27 @@ def refit(result: str, output: Optional[str], workload_output: Optional[str], as
 @command.command("adapting", short_help="Policies that place again as devices slow down.")
 @click.argument("cluster", type=click.Path(dir_okay=False))
 @click.argument("workload", type=click.Path(dir_okay=False))
-@click.option("--microbatches", type=click.IntRange(1, 10**9), default=16, show_default=True, help="Per step.")
+@click.option(
+    "--microbatches", type=click.IntRange(1, 10**9), default=16, show_default=True, help="Microbatches per step."
+)
 @click.option("--load", type=click.Path(dir_okay=False), help="Load trace to play. [random ones of each kind]")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=2, show_default=True, help="Random traces of each kind.")
-@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Of random traces.")
-@click.option("--noise", type=NumberRange(0.0, 1.0), default=0.08, show_default=True, help="Of random traces.")
-@click.option("--compile", "compile_s", type=NumberRange(0.0, 1e9), default=10.0, show_default=True, help="Seconds.")
+@click.option("--steps", type=click.IntRange(1), default=1000, show_default=True, help="Steps of each random trace.")
+@click.option(
+    "--noise",
+    type=NumberRange(0.0, 1.0),
+    default=0.08,
+    show_default=True,
+    help="Noise of times in random traces: standard deviation of their logarithms.",
+)
+@click.option(
+    "--compile",
+    "compile_s",
+    type=NumberRange(0.0, 1e9),
+    default=10.0,
+    show_default=True,
+    help="Seconds to compile a new placement.",
+)
 @json_option
 @reports_errors
 def adapting(

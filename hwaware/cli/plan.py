@@ -83,7 +83,7 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     show_default=True,
     help="Order of forward and backward passes.",
 )
-@click.option("--max-devices-per-stage", type=click.IntRange(1), help="1 gives every stage one device.")
+@click.option("--max-devices-per-stage", type=click.IntRange(1), help="Most devices of a stage. [any number]")
 @click.option(
     "--judge",
     type=click.Choice(["evaluate", "simulate"]),
