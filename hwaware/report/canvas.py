@@ -56,7 +56,12 @@ def pyplot() -> Any:
 def subplots(widths: Sequence[float], height: float, **options: Any) -> Any:
     """Return a figure and its panels side by side, with widths and height in inches."""
     return pyplot().subplots(
-        1, len(widths), figsize=(sum(widths), min(TALLEST, height)), width_ratios=list(widths), layout="constrained", **options
+        1,
+        len(widths),
+        figsize=(sum(widths), min(TALLEST, height)),
+        width_ratios=list(widths),
+        layout="constrained",
+        **options,
     )
 
 

@@ -27,7 +27,9 @@ def draw_workload(workload: Workload) -> Any:
     _draw_groups(right, sizes, BYTES, "Bytes")
     canvas.name_rows(left, [layer.name for layer in layers])
     left.set_ylabel("Layer")
-    figure.suptitle(f"{canvas.shortened(workload.name, 80)}: a microbatch of {workload.microbatch_size}, {workload.dtype}")
+    figure.suptitle(
+        f"{canvas.shortened(workload.name, 80)}: a microbatch of {workload.microbatch_size}, {workload.dtype}"
+    )
     return figure
 
 
