@@ -54,8 +54,8 @@ _AGAIN_S, _IMPORT_LIMIT_S = 0.05, 20.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Parameters that name a file or folder to write.
 _OUTPUTS = ("output", "plotted", "page", "workload_output")
-# Parameters that name a file to read, which an output must not replace. Some commands do renew a file: `profile` that of
-# --resume, `import` that of --into, and `evaluate` its plan.
+# Parameters that name a file to read, which an output must not replace. Some commands do renew a file: `profile` with
+# --resume, `import` with --into, and `evaluate` its plan.
 _INPUTS = ("cluster", "workload", "file", "files", "result", "plan", "measure", "load")
 # Streams that take the JSON document while all other output goes to standard error; the newest last.
 _results: List[TextIO] = []
@@ -65,8 +65,8 @@ def reports_errors(function: F) -> F:
     """Turn a command's errors into one message on standard error and an exit code.
 
     A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
-    so that no testbed or cluster stays behind. An output that cannot be written, two outputs with one path, or an output
-    with the path of an input, are an error before the command runs.
+    so that no testbed or cluster stays behind. Before the command runs, an output that cannot be written is an error.
+    Two outputs with one path are an error, and so is an output with the path of an input.
     Standard output that is full is an error too. It gets escapes for characters that its encoding lacks.
 
     With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to

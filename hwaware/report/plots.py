@@ -33,7 +33,7 @@ _CIRCLE = 0.33
 _SHORT = 1.5
 # Longer names of devices stand above their circles.
 _MOST_IN_CIRCLE = 12
-# With more devices, a map is larger. Very large pictures take too much memory, so still more devices have small circles.
+# With more devices, a map is larger. Very large pictures take too much memory: circles of more devices are smaller.
 _MOST_ON_A_MAP, _MOST_ON_A_LARGE_MAP = 9, 60
 # Height of a map's axes, and distance at which two circles do not touch, in inches.
 _MAP_HEIGHT, _APART = 3.6, 0.97
