@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwaware.adapting.loads import LoadTrace
-from hwaware.cluster import AnyProfile, ClusterProfile, Device, LinkTable, PartialProfile
+from hwaware.cluster import AnyProfile, ClusterProfile, Device, Link, LinkTable, PartialProfile
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import (
     BYTES,
@@ -35,6 +35,11 @@ from hwaware.report.fitting import Column, build_table
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.timeline import EventKind, Timeline
 from hwaware.workload import Workload
+
+# No terminal has room for a matrix of more devices, and a list of its cells has thousands of lines.
+MOST_IN_A_MATRIX = 24
+# Of more devices, the tables show so many links.
+SLOWEST_LINKS = 20
 
 
 def render(record: FileRecord) -> RenderableType:
@@ -125,6 +130,8 @@ def _links(profile: AnyProfile) -> List[Table]:
     devices = [device.id for device in profile.devices]
     if len(devices) < 2:
         return []
+    if len(devices) > MOST_IN_A_MATRIX:
+        return _slowest_links(profile.links)
     links = LinkTable(profile)
     pairs = {(s, t): links.between(s, t) if s != t else None for s in devices for t in devices}
     rates = {pair: link.bandwidth_bytes_per_s if link else None for pair, link in pairs.items()}
@@ -134,6 +141,24 @@ def _links(profile: AnyProfile) -> List[Table]:
         _matrix("Link bandwidth", devices, rates, BYTES_PER_S, rate_means),
         _matrix("Link latency", devices, delays, SECONDS, "Time of an empty message in one direction."),
     ]
+
+
+def _slowest_links(links: Sequence[Link]) -> List[Table]:
+    if not links:
+        return []
+    shown = sorted(links, key=lambda link: link.bandwidth_bytes_per_s)[:SLOWEST_LINKS]
+    rates = [link.bandwidth_bytes_per_s for link in links]
+    middle, highest = text(statistics.median(rates), BYTES_PER_S), text(max(rates), BYTES_PER_S)
+    caption = (
+        f"The slowest of {counted(len(links), 'link')}. Median bandwidth of all links: {middle}, highest: {highest}. "
+        "--plot draws all links, and --json prints them."
+    )
+    columns = [
+        number_column("bandwidth", [link.bandwidth_bytes_per_s for link in shown], BYTES_PER_S),
+        number_column("latency", [link.latency_s for link in shown], SECONDS),
+    ]
+    names = [("from", [link.source for link in shown]), ("to", [link.target for link in shown])]
+    return [build_table("Slowest links", names, columns, caption)]
 
 
 def _matrix(

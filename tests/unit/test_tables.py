@@ -116,3 +116,15 @@ def test_the_words_around_a_narrow_table_are_not_folded(capsys):
     make_console().print(build_table("Measured over predicted time", [("way", ["ring"])], [("time [s]", ["1"])], words))
     printed = capsys.readouterr().out.splitlines()
     assert (printed[0], printed[-1]) == ("Measured over predicted time", words)
+
+
+def test_a_large_cluster_shows_its_slowest_links_and_not_thousands_of_lines():
+    names = [f"node{number}" for number in range(40)]
+    pairs = [link(a, b, 1e9, 1e-4) for a in names for b in names]
+    slow = link("node7", "node31", 2e8, 3e-4)
+    links = [slow if (one.source, one.target) == ("node7", "node31") else one for one in pairs]
+    output = shown(builders.cluster(dict.fromkeys(names, 4), links))
+    assert len(output.splitlines()) < 40 + 160 + 40
+    slowest = output[output.index("Slowest links") :].splitlines()
+    assert slowest[3].split() == ["node7", "node31", "0.200", "300.0"]
+    assert "The slowest of 1,600 links. Median bandwidth of all links: 1.000 GB/s" in output
