@@ -95,6 +95,19 @@ def test_files_can_be_read(block, tmp_path):
     assert json.loads(record.to_json())["schema"] == json.loads(block.code)["schema"]
 
 
+def test_the_policies_of_the_page_print_what_it_shows(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "adapting.md").read_text()
+    command, shown = re.search(r"```bash\nhwaware (.*?)\n```.*?```text\n(.*?)```", text, re.DOTALL).groups()
+    (load,) = (block for block in blocks("json") if block.page == "adapting.md")
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(ROOT / "profiling" / "recorded" / "fast-and-slow.json", "cluster.json")
+    shutil.copy(ROOT / "profiling" / "recorded" / "gpt-8-layers.json", "workload.json")
+    (tmp_path / "load.json").write_text(load.code)
+    outcome = CliRunner().invoke(main, shlex.split(command))
+    assert outcome.exit_code == 0, outcome.output
+    assert [line for line in shown.splitlines() if line not in outcome.stdout.splitlines()] == []
+
+
 @pytest.mark.parametrize("block", [one for one in blocks("toml") if one.page == "laptop.md"], ids=lambda one: one.page)
 def test_the_scenario_of_the_page_uses_every_key_of_its_table(block):
     from hwaware.bench.testbed.scenarios import Scenario, scenario_from_toml
