@@ -392,7 +392,7 @@ def test_an_evaluation_survives_beside_its_training(four):
         assert hwaware.last_history().calls == 2
         runs = [rescue_of(each.get_last_executable().mesh_group) for each in (step, evaluate)]
         vaults = [vault.actor for run in runs for vault in run.vaults.up.values()]
-        used = [{device for one in run.calls.recipe().known.plan.stages for device in one.devices} for run in runs]
+        used = [{device for one in run.calls.recipe().plan.stages for device in one.devices} for run in runs]
         (what, *_) = sorted(used[0] & used[1])
         answers = [None]
         for _ in range(20):
