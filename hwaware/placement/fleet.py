@@ -84,13 +84,14 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
         link_s = np.where(np.isfinite(link_s), 0.0, np.inf)
     size = np.array([len(unit) for unit in units])
     held = all_in_flight(costs.schedule, problem.num_microbatches, len(costs.workload.layers) + 1)
+    turn = tables.forward_s + tables.backward_s
     return Fleet(
         units=tuple(units),
         counts=np.bincount(kinds, weights=size).astype(np.int64),
         templates=tuple(templates),
         tables=tables,
         ways=Ways(
-            turn=tables.forward_s + tables.backward_s,
+            turn=turn,
             longer=np.maximum(tables.forward_s, tables.backward_s),
             most=tables.most_in_flight,
             first_step=np.ascontiguousarray(tables.per_step_s[:, 0, :]),
@@ -101,6 +102,7 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
             whole=np.array([t.whole for t in templates], dtype=np.int64),
             share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
             in_flight=np.array(held[::-1], dtype=np.float64),
+            quickest=np.where(tables.most_in_flight < 1, np.inf, turn).min(axis=0),
         ),
         of_units=Units(
             kind=kinds,

@@ -32,9 +32,11 @@ from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan
 
 # Width of the intervals of the slowest stage, plans kept in the beam, steps of the prices: round after round.
-ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 400, 100))
+ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 150, 100), (1.0003, 400, 100))
 # Steps of the prices between two tries of larger ones.
 RAY_EVERY = 12
+# After so many steps, prices stay if the bound did not rise by this part of its gap.
+WORTH = 0.1
 # Numbers of used devices that one bound tells apart, and with layers and ports: some 0.1 s, and 0.1 GiB. In larger
 # tables of stages, devices are not counted.
 MOST_STATES, MOST_VALUES = 81, 3_000_000
@@ -51,7 +53,7 @@ LAST_RESORT = 60
 # It takes so many seconds at least, or a search of few milliseconds would find none.
 LAST_RESORT_S = 1.0
 # The search ends when it is proved to be this close.
-GOOD_ENOUGH = 1e-3
+GOOD_ENOUGH = 5e-4
 # It also ends when the gap is still so many times the width of the intervals: narrower ones could not close it.
 HOPELESS = 20
 # A proof in this space is not one for plans that hwaware could not list: never quite "optimal".
@@ -59,8 +61,7 @@ BELOW = 1.0 - 1e-8
 
 # (first layer, layer after the last, template, unit) in pipeline order
 Built = List[Tuple[int, int, int, int]]
-# Ways to build a stage, and `after` of `least_priced`.
-Space = Optional[Tuple[kernels.Ways, IntArray]]
+After = Optional[IntArray]  # of `least_priced`
 
 
 class _Interval(NamedTuple):
@@ -103,29 +104,12 @@ class _Scale:
             return 1.0, 0.0, 1.0, 0.0, low, float(count - 1)
         return 1.0, 0.0, 1.0, 0.0, count * low, 0.0
 
-    def lower(self, low: float, high: float, prices: FloatArray, space: Space = None) -> Tuple[float, Any, Any]:
+    def lower(self, low: float, high: float, prices: FloatArray, after: After = None) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
-        ways, after = space or (self.ways, self.uncounted)
+        after = self.uncounted if after is None else after
         paid = prices[self.ways.kind] * self.ways.devices
-        value, stages, at_port = kernels.least_priced(ways, paid, low, high, self._rules(low), after)
+        value, stages, at_port = kernels.least_priced(self.ways, paid, low, high, self._rules(low), after)
         return float(value - prices @ self.fleet.counts), stages, at_port
-
-    def useful(self, interval: _Interval) -> kernels.Ways:
-        """Return the ways without stages that no pipeline of the interval has if it costs less than `good`."""
-        low, high, _, prices = interval
-        ways, rules, paid = self.ways, self._rules(low), prices[self.ways.kind] * self.ways.devices
-        turned = *rules[2:4], *rules[:2], *rules[4:]
-        front = kernels.least_priced(ways, paid, low, high, rules, self.uncounted)[2]
-        behind = kernels.least_priced(backwards(ways), paid, low, high, turned, self.uncounted)[2][:, ::-1]
-        # [template, first, end] least costs in front of a stage and behind it, without or with the slowest one.
-        front0, front1 = front[:, :-1, ways.port].transpose(0, 2, 1, 3)
-        behind0, behind1 = behind[:, :, ways.port].transpose(0, 2, 3, 1)
-        weight, less, after_weight, after_less, bottleneck, per_longer = rules
-        slowest = np.where(ways.turn >= low, bottleneck + per_longer * ways.longer, np.inf)
-        least = front1 + after_weight * ways.turn - after_less + behind0
-        least = np.minimum(least, front0 + np.minimum(weight * ways.turn - less + behind1, slowest + behind0))
-        below = least + paid[:, None, None] < self.good + prices @ self.fleet.counts
-        return ways._replace(most=np.where(below, ways.most, -1))
 
     def counted(self, prices: FloatArray) -> IntArray:
         """Return `after` of `least_priced` for states that count used devices in parts of all, of dear kinds first.
@@ -147,11 +131,11 @@ class _Scale:
         then = 2 * (digit // 2 + whole[:, None]) + np.maximum(digit % 2, (rest > 0)[:, None])
         return np.where(then < base, states + (then - digit) * unit, -1)
 
-    def ascend(self, interval: _Interval, steps: int, space: Space = None) -> _Interval:
+    def ascend(self, interval: _Interval, steps: int, after: After = None) -> _Interval:
         """Improve an interval's prices by steps along the devices used too much or too little (Polyak)."""
-        prices, best = interval.prices, interval
+        prices, best, before = interval.prices, interval, -math.inf
         for k in range(steps):
-            value, stages, _ = self.lower(interval.low, interval.high, prices, space)
+            value, stages, _ = self.lower(interval.low, interval.high, prices, after)
             if value > best.bound or k == 0:
                 best = best._replace(bound=max(value, interval.bound), prices=prices)
             if value >= self.good or math.isinf(value):
@@ -167,8 +151,11 @@ class _Scale:
             target = self.best if math.isfinite(self.best) else 1.1 * value
             prices = np.maximum(0.0, prices + (target - value) / norm * over * (1.0 if k < steps / 2 else 0.5))
             if k % RAY_EVERY == RAY_EVERY - 1:
-                best = self._along_the_ray(best, space)
+                best = self._along_the_ray(best, after)
                 prices = best.prices
+                if best.bound - before < WORTH * (self.good - best.bound):
+                    break
+                before = best.bound
             if best.bound >= self.good or not self.time_left():
                 break
         return best
@@ -178,17 +165,16 @@ class _Scale:
         low, high, bound, prices = interval
         if bound >= self.good or math.isinf(high) or self.ways.turn.size > MOST_VALUES or not self.time_left():
             return interval
-        good, space = self.good, (self.useful(interval), self.counted(prices))
-        if self.lower(low, high, prices, space)[0] <= self.lower(low, high, prices)[0] * (1 + 1e-9):
+        after = self.counted(prices)
+        if self.lower(low, high, prices, after)[0] <= self.lower(low, high, prices)[0] * (1 + 1e-9):
             return interval
-        found = self.ascend(interval, COUNTED_STEPS, space)
-        return found._replace(bound=max(bound, min(good, found.bound)))  # all better pipelines have useful stages
+        return self.ascend(interval, COUNTED_STEPS, after)
 
-    def _along_the_ray(self, best: _Interval, space: Space) -> _Interval:
+    def _along_the_ray(self, best: _Interval, after: After) -> _Interval:
         """Raise all prices by the same factor, without limit if the interval has no plan at all."""
         factor, tried = 1.5, best.prices
         while best.bound < self.good and factor > 1.02:
-            value = self.lower(best.low, best.high, tried * factor, space)[0]
+            value = self.lower(best.low, best.high, tried * factor, after)[0]
             if value > best.bound:
                 tried = tried * factor
                 best = best._replace(bound=value, prices=tried)
@@ -274,22 +260,6 @@ class _Scale:
         return self.problem.plan(reversed(made))
 
 
-def backwards(ways: kernels.Ways) -> kernels.Ways:
-    """Return the ways of the same pipelines from the last layer to the first, with no less room in memory."""
-
-    def turned(table: FloatArray, missing: float) -> FloatArray:
-        square = np.pad(table, ((0, 0), (0, 1), (0, 0)), constant_values=missing)
-        return np.ascontiguousarray(square[:, ::-1, ::-1].transpose(0, 2, 1)[:, :-1])
-
-    return ways._replace(
-        turn=turned(ways.turn, np.inf),
-        longer=turned(ways.longer, np.inf),
-        most=turned(np.where(ways.most < 0, ways.most, ways.most + ways.in_flight[1]), -1),
-        first_step=np.zeros_like(ways.first_step),
-        link=np.ascontiguousarray(np.roll(ways.link.transpose(1, 0, 2)[:, :, ::-1], -1, axis=2)),
-    )
-
-
 def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
     """Return the best plan found by the deadline, with a bound; a plan that costs `known_s` is known."""
     blocks = in_blocks(problem, most_blocks(ways_to_build(problem)))
@@ -328,16 +298,16 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
 
 
 def _intervals(scale: _Scale, period: float) -> float:
-    """Refine the slowest stage's interval with the least bound again and again; return the least bound of all."""
+    """Refine the intervals of the slowest stage that may have better plans; return the least bound of all."""
     waiting = _first_intervals(scale, period)
     for ratio, width, steps in ROUNDS[1:]:
-        done: List[_Interval] = []
-        for interval in sorted(waiting, key=lambda one: one.bound):
-            is_open = interval.bound < scale.good and scale.time_left()
-            done += _refined(scale, interval, ratio, width, steps) if is_open else [interval]
-        waiting = done
+        waiting = _refined(scale, waiting, ratio, width, steps)
         if ratio <= COUNTED_FROM and scale.counting:
-            waiting = [scale.count(one) for one in sorted(waiting, key=lambda one: one.bound)]
+            waiting.sort(key=lambda one: one.bound)
+            for k, one in enumerate(waiting):  # the least of all bounds counts
+                if any(before.bound <= one.bound for before in waiting[:k]):
+                    break
+                waiting[k] = scale.count(one)
         bound = min(one.bound for one in waiting)
         if scale.best > bound * (1 + HOPELESS * (ratio - 1)) or not scale.time_left() or bound >= scale.good:
             break
@@ -345,35 +315,55 @@ def _intervals(scale: _Scale, period: float) -> float:
 
 
 def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
-    """Return intervals up to a slowest stage that no better plan can have, or while time lasts."""
+    """Return intervals up to a slowest stage that no better plan can have, or while time lasts.
+
+    Where a plan is found, bisection of its slowest stage finds better ones: these prove more bounds.
+    """
     ratio, width, steps = ROUNDS[0]
-    prices, low, made = np.zeros(len(scale.fleet.counts)), period, []  # type: Tuple[FloatArray, float, List[_Interval]]
-    while scale.time_left():
-        found = scale.ascend(_Interval(low, low * ratio, 0.0, prices), steps)
-        made.append(found)
-        prices = found.prices
-        if found.bound < scale.best:
-            scale.find(low * ratio, prices, width)
-        low *= ratio
-        # Everything slower at once: when that cannot be better, no more intervals are needed.
-        rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
-        if rest >= scale.best or math.isinf(rest) or (scale.found[1] and len(made) > 40):
-            break
-        ratio = ratio if scale.found[1] else min(2.0, ratio * 1.1)
-    rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
-    return [*made, _Interval(low, math.inf, rest, prices)]
+    prices, low, high, made = np.zeros(len(scale.fleet.counts)), period, 0.0, []  # type: Any, float, float, List[Any]
+    # Everything slower at once: when that cannot be better, no more intervals are needed.
+    while scale.time_left() and scale.lower(low, math.inf, prices)[0] < scale.best and len(made) < 60:
+        # The first interval begins at 0 where a device is free.
+        end = math.sqrt(low * high) if high > low * ROUNDS[1][0] > 0 else low * ratio or 1e-9
+        least = scale.found[0]
+        found = scale.ascend(_Interval(low, end, 0.0, prices), steps)
+        if found.bound < scale.good:
+            scale.find(end, found.prices, width)
+        if scale.found[0] < least:
+            high = max(float(scale.ways.turn[o, first, last]) for first, last, o, _ in scale.found[1])
+            ratio, prices = ROUNDS[0][0], found.prices
+        else:
+            made.append(found)
+            low, prices = end, prices if scale.found[1] else found.prices
+            ratio = ROUNDS[0][0] if found.bound < scale.good and scale.found[1] else min(2.0, ratio * 1.1)
+    return [*made, _Interval(low, math.inf, scale.lower(low, math.inf, prices)[0], prices)]
 
 
-def _refined(scale: _Scale, interval: _Interval, ratio: float, width: int, steps: int) -> List[_Interval]:
-    """Split an interval by that ratio; improve the prices of each part, and search it with a wider beam."""
-    made, low = [], interval.low
-    while low < interval.high:
-        high = min(interval.high, low * ratio) if math.isfinite(interval.high) else math.inf
-        part = interval._replace(low=low, high=high)
-        if scale.time_left():
-            part = scale.ascend(part, steps)
-            if part.bound < scale.good and math.isfinite(high):
-                scale.find(high, part.prices, width)
-        made.append(part)
-        low = high
+def _refined(scale: _Scale, waiting: List[_Interval], ratio: float, width: int, steps: int) -> List[_Interval]:
+    """Split the open intervals by that ratio; improve the prices of each part, and search it with a wider beam.
+
+    The slowest stage gets faster from part to part. The prices of a part often fit the next one. They may also show
+    that no part behind it has a better plan.
+    """
+    made, parts = [], []  # type: Tuple[List[_Interval], List[_Interval]]
+    for one in sorted(waiting, key=lambda one: -one.low):
+        if one.bound >= scale.good or one.low == 0 or math.isinf(one.high):
+            made.append(one)
+        else:
+            ends = np.geomspace(one.high, one.low, 2 + int(math.log(one.high / one.low, ratio))).tolist()
+            parts += [one._replace(low=low, high=high) for high, low in zip(ends, ends[1:])]
+    prices, above = parts[0].prices if parts else None, math.inf  # type: Any, float
+    for k, (low, high, bound, own) in enumerate(parts):
+        if not scale.time_left():
+            return made + parts[k:]
+        rest = _Interval(parts[-1].low, high, scale.lower(parts[-1].low, high, prices)[0], prices)
+        if rest.bound >= scale.good:
+            return [*made, rest]
+        prices = max((own, prices), key=lambda one: scale.lower(low, high, one)[0])
+        made.append(scale.ascend(_Interval(low, high, bound, prices), steps))
+        prices = made[-1].prices
+        # A wide beam for this part also finds plans whose slowest stage is faster.
+        if made[-1].bound < scale.good and (above >= scale.good or width <= ROUNDS[1][1]):
+            scale.find(high, prices, width)
+        above = made[-1].bound
     return made

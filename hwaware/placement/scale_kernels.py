@@ -25,6 +25,7 @@ class Ways(NamedTuple):
     whole: Any  # [template]
     share: Any  # [template]
     in_flight: Any  # microbatches that a stage has in flight, by the stages behind it
+    quickest: Any  # [first, end] least f + b of a stage
 
 
 class Units(NamedTuple):
@@ -69,8 +70,14 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after
     value = np.full((2, layers + 1, ports, states), np.inf)
     at_port = np.full((2, layers + 1, ports, states), np.inf)  # the best with a stage of this port behind
     at_port[0, 0, :, 0] = 0.0
+    fewest = np.full(layers + 1, layers)  # stages behind a cut
+    fewest[layers] = 0
+    for first in range(layers - 1, 0, -1):
+        for end in range(first + 1, layers + 1):
+            if w.quickest[first, end] <= high:
+                fewest[first] = min(fewest[first], 1 + fewest[end])
     for end in range(1, layers + 1):
-        need = 1 if end == layers else w.in_flight[1]
+        need = w.in_flight[fewest[end]]
         for o in range(templates):
             own = w.port[o]
             for first in range(end - 1, -1, -1):
