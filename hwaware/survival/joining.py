@@ -225,7 +225,7 @@ class Joining:
         """Return a host that the program does not use, if one answers."""
         nodes, used = ray_cluster.nodes(), _addresses(self._run.calls.group.parent)
         # Functions with the same devices leave a host one after the other.
-        left = {address for run in list(rescue.seen) for address, _ in list(run.recovery.left_out)}
+        left = {address for run in [self._run, *rescue.seen] for address, _ in list(run.recovery.left_out)}
         for address in set(self._ids) - used:
             # A lost host is new once it is back. One that the program has left is not, until its Ray starts again.
             gone = self._ids.pop(address)

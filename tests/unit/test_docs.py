@@ -100,6 +100,7 @@ def test_the_policies_of_the_page_print_what_it_shows(tmp_path, monkeypatch):
     command, shown = re.search(r"```bash\nhwaware (.*?)\n```.*?```text\n(.*?)```", text, re.DOTALL).groups()
     (load,) = (block for block in blocks("json") if block.page == "adapting.md")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
     shutil.copy(ROOT / "profiling" / "recorded" / "fast-and-slow.json", "cluster.json")
     shutil.copy(ROOT / "profiling" / "recorded" / "gpt-8-layers.json", "workload.json")
     (tmp_path / "load.json").write_text(load.code)

@@ -15,7 +15,7 @@ class Mesh:
     """A mesh that is launched once its event is set; `fails` is what it raises instead."""
 
     def __init__(self, event, fails=None):
-        self.event, self.fails = event, fails
+        self.event, self.fails, self.workers = event, fails, []
         self.ended = threading.Event()
 
     def get_physical_mesh(self, _):

@@ -81,8 +81,10 @@ def test_restored_arrays_are_kept_before_a_call_takes_them(program):
 
 
 def test_placement_specs_of_workers_that_were_left_are_refused():
-    left = SimpleNamespace(workers=None)
-    spec = SimpleNamespace(mesh_group=[left], mesh_ids=(0,), sharding_specs=(None,))
+    class Group(dict):
+        """A group of meshes by their numbers."""
+
+    spec = SimpleNamespace(mesh_group=Group({0: SimpleNamespace(workers=None)}), mesh_ids=(0,), sharding_specs=(None,))
     with pytest.raises(UnusableInputError, match=r"the training has left.*To fix: ask get_input_placement_specs"):
         checkpoints._placed(None, spec, {})
 
