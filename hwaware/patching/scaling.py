@@ -104,7 +104,7 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names, inferenc
             )
         elif is_same and _is_float(result) and traits.grows(whole) and not is_divided and index != first:
             if is_total and result.aval.shape:
-                continue  # perhaps a gradient, of which the warning of the loss speaks
+                continue  # perhaps a gradient: the warning of the loss covers it
             found.append(
                 f"{names.result(index)} of the step is a sum over the samples. Alpa averages it over the microbatches, "
                 f"so it is 1/{microbatches} of that of the whole batch. To fix: return a mean."
