@@ -25,7 +25,7 @@ def at_boundary(run: Run) -> None:
     Others with workers of their own, such as an evaluation, may not be called for long.
     """
     _leave(run, run.vaults.asked)
-    for other in [one for one in rescue.seen if one is not run and not one.is_closed]:
+    for other in [one for one in rescue.seen if run.drained and one is not run and not one.is_closed]:
         if other.calls.recipe() is not None:
             with contextlib.suppress(WorkerFailedError):  # its own next call raises it
                 other.copies.collect()
