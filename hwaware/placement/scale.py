@@ -35,7 +35,7 @@ from hwaware.plans import Plan
 ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 150, 100), (1.0003, 400, 100))
 # Steps of the prices between two tries of larger ones.
 RAY_EVERY = 12
-# After so many steps, prices stay if the bound did not rise by this part of its gap.
+# An interval keeps its prices if, from one such try to the next, its bound rose by less than this part of its gap.
 WORTH = 0.1
 # Numbers of used devices that one bound tells apart, and with layers and ports: some 0.1 s, and 0.1 GiB. In larger
 # tables of stages, devices are not counted.
