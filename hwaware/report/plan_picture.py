@@ -136,7 +136,7 @@ def _draw_memory(axis: Any, plan: Plan, profile: Optional[ClusterProfile], cost:
         share = f" ({value / limit:.0%})" if value is not None and limit else ""
         end = max(value or 0.0, limit or 0.0)
         canvas.label(axis, end / unit.size, index, f"{unit.text(value)}{share}")
-    axis.set_xlim(0, 1.35 * max(known) / unit.size)
+    axis.set_xlim(0, 1.35 * max(known) / unit.size or 1.0)
 
 
 def _smallest(profile: Optional[ClusterProfile], devices: Sequence[str]) -> Optional[float]:

@@ -29,7 +29,7 @@ def draw_timeline(timeline: Timeline) -> Any:
     figure, axis = canvas.pyplot().subplots(figsize=(13, _height(timeline)), layout="constrained")
     unit = common_unit([timeline.step_s], SECONDS)
     _draw_rows(axis, timeline, unit)
-    axis.set_xlim(0, timeline.step_s / unit.size)
+    axis.set_xlim(0, timeline.step_s / unit.size or 1.0)
     axis.set_xlabel(f"Time from the start of the step [{unit.label}]")
     axis.set_title(f"{timeline.title}: {_about(timeline)}", fontsize=11)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
@@ -51,7 +51,7 @@ def draw_steps_of(steps: Sequence[Tuple[str, Timeline]], title: str) -> Any:
     axes[0, 0].legend(
         kinds.values(), kinds.keys(), fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False
     )
-    axes[-1, 0].set_xlim(0, longest / unit.size)
+    axes[-1, 0].set_xlim(0, longest / unit.size or 1.0)
     axes[-1, 0].set_xlabel(f"Time from the start of the step [{unit.label}]")
     figure.suptitle(title)
     return figure

@@ -21,7 +21,9 @@ from hwaware.errors import PlanError, RecordError, UnusableInputError
 from hwaware.formatting import BYTES_PER_S, text
 from hwaware.report import canvas
 from hwaware.report.page import save_page
+from hwaware.report.plan_picture import draw_plan
 from hwaware.report.plots import Context, drawings, plot
+from hwaware.report.timeline_picture import draw_timeline
 from hwaware.timeline import Timeline
 
 pytest.importorskip("matplotlib")
@@ -109,6 +111,17 @@ def test_memory_over_capacity_is_red():
     assert fullest.memory_bytes > 100_000_000
     assert f"({fullest.memory_bytes / 1e6:.0f}%)" in svg
     assert "#e45756" in svg
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("flops", [0.0, 1e9])
+def test_layers_without_bytes_or_work_are_drawn_from_zero(flops):
+    profile = hwaware.ClusterProfile.uniform(hosts=2, flops_per_s=1e10)
+    workload = hwaware.Workload.uniform(layers=2, forward_flops=flops, backward_flops=flops)
+    plan = hwaware.plan(workload, profile, num_microbatches=2)
+    assert [stage.memory_bytes for stage in plan.stages] == [0.0] * len(plan.stages)
+    drawn = [draw_plan(plan), draw_timeline(hwaware.simulate(plan, workload, profile))]
+    assert all(axis.get_xlim()[0] >= -0.5 for figure in drawn for axis in figure.axes)  # layers are half a unit wide
 
 
 def test_a_picture_that_needs_more_says_what():
