@@ -15,6 +15,7 @@ from hwaware.bench import testbed
 from hwaware.bench.testbed import processes
 from hwaware.bench.testbed.kinds import best_kind
 from hwaware.bench.testbed.layout import device_ports
+from hwaware.bench.testbed.manager import UP_LIMIT_S
 from hwaware.bench.testbed.state import State, state_path
 from hwaware.errors import ScenarioError, TestbedError, UnusableInputError
 
@@ -55,7 +56,7 @@ def test_up_and_down_on_the_command_line_leave_nothing(small, beside, traces_of,
     """Beside another testbed, with two devices on a host."""
     taken_down.append("test-small")
     up = hwaware("up", small, "--name", "test-small", "--json")
-    output, errors = up.communicate(timeout=90)
+    output, errors = up.communicate(timeout=UP_LIMIT_S + 60.0)
     assert up.returncode == 0, errors
     document = json.loads(output)
     assert document["shaped"] == {"links": True, "cpu": True}
@@ -177,7 +178,7 @@ def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver,
         pytest.skip("this system allows no user namespaces")
     taken_down.append("test-kind")
     up = hwaware("up", small, "--name", "test-kind", "--kind", kind, "--json")
-    output, errors = up.communicate(timeout=90)
+    output, errors = up.communicate(timeout=UP_LIMIT_S + 60.0)
     assert up.returncode == 0, errors
     assert len([line for line in errors.splitlines() if line.startswith("Not shaped: CPU shares")]) == 1
     assert json.loads(output)["shaped"] == {"links": links, "cpu": False}
@@ -193,7 +194,7 @@ def test_the_network_of_a_testbed_that_is_gone_may_be_somebody_elses_now(small, 
     """The kernel numbers namespaces anew: a testbed that was killed altogether does not take others down with it."""
     taken_down.append("test-reused")
     up = hwaware("up", small, "--name", "test-reused")
-    assert up.communicate(timeout=90) is not None
+    assert up.communicate(timeout=UP_LIMIT_S + 60.0) is not None
     state = load("test-reused")
     processes.end_all(
         lambda: processes.with_descendants(processes.marked(state.mark()) | processes.in_networks(state.networks)),
@@ -225,6 +226,17 @@ def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tm
     with pytest.raises(TestbedError, match=r"(?s)node of ray-head did not start.*no Ray today.*To fix"):
         testbed.up(small, name="test-broken")
     assert testbed.find_by_name("test-broken") is None
+
+
+def test_agents_that_start_slowly_do_not_end_their_nodes(small, monkeypatch, tmp_path, taken_down):
+    """A raylet of Ray 2.60 ends 15 s after its start unless it knows the port of its agent."""
+    (tmp_path / "sitecustomize.py").write_text(
+        'import time\nif "dashboard/agent.py" in open("/proc/self/cmdline").read():\n    time.sleep(600.0)\n'
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    taken_down.append("test-slow")
+    bed = testbed.up(small, name="test-slow")
+    assert [host["runs_ray"] for host in bed.describe()["hosts"]] == [True, True]
 
 
 def test_names_are_not_used_twice(beside):

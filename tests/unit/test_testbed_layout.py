@@ -28,6 +28,7 @@ from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, Memory
 from hwaware.bench.testbed.keeper import WorkerMover
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.ray_nodes import (
+    announcing,
     driver_environment,
     head_options,
     host_environment,
@@ -434,6 +435,18 @@ def test_a_node_that_joins_late_is_looked_up_again():
         patient(get_node, -1.0)("10.0.0.1:6379", "n1")
 
 
+def test_an_agents_port_is_written_before_its_raylet_starts():
+    done = []
+
+    def start_raylet(gcs, node_id, session_dir, dashboard_agent_listen_port=None):
+        done.append(("started", gcs))
+        return "process"
+
+    started = announcing(start_raylet, lambda *written: done.append(written), "listen")
+    assert started("a:1", "n1", session_dir="/tmp/s", dashboard_agent_listen_port=7) == "process"
+    assert done == [("/tmp/s", "n1", "listen", 7), ("started", "a:1")]
+
+
 def test_a_host_without_raylet_is_told(tmp_path, monkeypatch):
     """This process stands for the holder of the host's namespaces."""
     raylet = tmp_path / "raylet"
@@ -475,7 +488,12 @@ def test_hosts_name_their_sockets_whether_or_not_ray_start_lets_them(monkeypatch
     names = ("--plasma-store-socket-name", "--raylet-socket-name") if ray_has_options else ()
     monkeypatch.setattr(scripts.start, "params", [SimpleNamespace(opts=(name,)) for name in ("--address", *names)])
     monkeypatch.setattr(scripts, "main", lambda: started.append((sys.argv[2:], parameter.RayParams())))
-    for module, name in ((parameter, "RayParams"), (services, "get_node"), (sys, "argv")):
+    for module, name in (
+        (parameter, "RayParams"),
+        (services, "get_node"),
+        (services, "start_raylet"),
+        (sys, "argv"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name))
     started = []
     plasma, raylet = tmp_path / "h.plasma", tmp_path / "h.raylet"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import inspect
 import json
 import os
 import sys
@@ -175,6 +176,30 @@ def patient(get_node: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
     return looked_up
 
 
+def announcing(
+    start_raylet: Callable[..., Any], write_port: Callable[[str, str, str, int], None], name: str
+) -> Callable[..., Any]:
+    """Return Ray's function that starts a raylet, but with the port of its dashboard agent written down before.
+
+    A raylet reads this port from a file that its agent writes, and ends after 15 s without the file. On a busy machine
+    the agent takes longer to start (https://github.com/ray-project/ray/issues/65983).
+
+    Args:
+        start_raylet: Ray's function.
+        write_port: Ray's function that writes a port down.
+        name: Ray's name of the port.
+    """
+    signature = inspect.signature(start_raylet)
+
+    @functools.wraps(start_raylet)
+    def started(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        write_port(given["session_dir"], given["node_id"], name, given["dashboard_agent_listen_port"])
+        return start_raylet(*args, **kwargs)
+
+    return started
+
+
 def _parted(option: str) -> Tuple[str, str]:
     name, _, value = option.partition("=")
     return name, value
@@ -182,11 +207,17 @@ def _parted(option: str) -> Tuple[str, str]:
 
 def main(options: List[str]) -> None:
     """Run `ray start`, which returns when the node has joined the cluster."""
+    from ray import _raylet
     from ray._private import parameter, services
     from ray.scripts import scripts
 
     if hasattr(services, "get_node"):  # what `ray start` calls again and again for 30 s
         services.get_node = patient(services.get_node, JOIN_LIMIT_S)
+
+    write_port = getattr(_raylet, "persist_port", None)
+    if write_port is not None:  # Rays that write ports to files
+        name = getattr(_raylet, "DASHBOARD_AGENT_LISTEN_PORT_NAME")  # noqa: B009 - Ray's types lack it
+        services.start_raylet = announcing(services.start_raylet, write_port, name)
 
     known = {name for parameter in scripts.start.params for name in parameter.opts}
     if importlib.util.find_spec("grpc") is None:  # without its client, Ray refuses even the option that turns it off
