@@ -147,7 +147,7 @@ def layer_times_s(
             results.append(np.array(measured, dtype=np.float64))
             continue
         seconds = analytic_time_s(layers, device, dtype, parts, backward, owned)
-        if group > 1:
+        if group > 1 and any(layer.measured for layer in layers):
             alone_s = layer_times_s(layers, device, dtype, share)[backward]
             unsplit = np.ones(len(layers))
             unsplit_s = analytic_time_s(layers, device, dtype, share * unsplit, backward, unsplit)
