@@ -24,7 +24,7 @@ from hwaware.placement.improve import Judge, State, improved, polish, random_sta
 from hwaware.placement.infeasible import short_of_memory, why_infeasible
 from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Answer, Problem
-from hwaware.placement.scale import GOOD_ENOUGH, solve_at_scale
+from hwaware.placement.scale import GOOD_ENOUGH, load_at_scale, solve_at_scale
 from hwaware.placement.search import search
 from hwaware.placement.ways import Members, Space, count_states, device_classes, prepare, spaces
 from hwaware.plans import Plan
@@ -97,11 +97,15 @@ def _bounded_by_kinds(answer: Answer, problem: Problem, value: float, deadline: 
 
 
 def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
-    """Improve a plan without a proof by changes that help; anneal that of few devices once more."""
+    """Improve a plan without a proof by changes that help; anneal that of few devices once more.
+
+    On many devices, a plan so close to its bound that the search ended needs no change.
+    """
     value = problem.value(answer.plan)
-    if answer.plan is None or answer.bound_s is None or value <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
+    few = len(problem.costs.devices) <= MAX_DEVICES
+    part, close = (POLISH_PART, OPTIMALITY_TOLERANCE) if few else (SIDE_PART, GOOD_ENOUGH)
+    if answer.plan is None or answer.bound_s is None or value <= answer.bound_s * (1 + close):
         return answer
-    part = POLISH_PART if len(problem.costs.devices) <= MAX_DEVICES else SIDE_PART
     found = _improved(located(answer.plan), problem, min(deadline, time.monotonic() + part * problem.time_limit_s))
     better_s = problem.value(found)
     if better_s >= value:
@@ -239,4 +243,4 @@ def _load_kernels(exact: bool, at_scale: bool) -> None:
     if arrays is not None:
         search(arrays, time.monotonic() + 3600.0)
     if at_scale:
-        solve_at_scale(problem, time.monotonic() + 3600.0)
+        load_at_scale(problem)

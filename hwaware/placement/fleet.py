@@ -18,7 +18,7 @@ from hwaware.costs.memory import all_in_flight
 from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import StageTable, in_groups
 from hwaware.placement.problem import Problem
-from hwaware.placement.scale_kernels import Units, Ways
+from hwaware.placement.scale_kernels import Stages, Units, Ways
 from hwaware.placement.ways import splits, with_tables
 
 # Stages of any number of whole units are listed up to so many units of a type; beyond, of so many and then ever fewer.
@@ -54,9 +54,11 @@ class Fleet(NamedTuple):
     templates: Tuple[Template, ...]  # ways to build a stage
     tables: StageTable  # costs of the templates, on the first units of their type
     ways: Ways  # the templates as the kernels read them
+    stages: Stages  # that have as much memory as one microbatch needs
     of_units: Units  # the units as the kernels read them
     sends_s: FloatArray  # [shares, L, classes]
     backs_s: FloatArray  # [shares, L, classes]
+    least_s: FloatArray  # [there or back, ports, ports, L] the least between templates
     sizes_alike: bool  # all units of a type have equally many devices
     complete: bool  # the templates are all that exist
 
@@ -77,33 +79,28 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
     sends = _sends(costs, cards, units, kinds, replicas)
     sizes_alike = all(len({len(unit) for unit in own}) == 1 for own in types)
     uniform = sends.alike and sizes_alike and not costs.measured_groups
-    (sends_s, backs_s), link_s = sends.crowded_s, _least_sends(ports, replicas, kinds, sends)
+    (sends_s, backs_s), least_s = sends.crowded_s, _least_sends(ports, replicas, kinds, sends)
     if problem.objective == "alpa":  # counts neither sends nor what happens once a step
         tables = tables._replace(per_step_s=np.zeros_like(tables.per_step_s))
         sends_s = backs_s = np.where(np.isfinite(sends_s), 0.0, np.inf)
-        link_s = np.where(np.isfinite(link_s), 0.0, np.inf)
+        least_s = np.where(np.isfinite(least_s), 0.0, np.inf)
     size = np.array([len(unit) for unit in units])
     held = all_in_flight(costs.schedule, problem.num_microbatches, len(costs.workload.layers) + 1)
-    turn = tables.forward_s + tables.backward_s
     return Fleet(
         units=tuple(units),
         counts=np.bincount(kinds, weights=size).astype(np.int64),
         templates=tuple(templates),
         tables=tables,
         ways=Ways(
-            turn=turn,
-            longer=np.maximum(tables.forward_s, tables.backward_s),
-            most=tables.most_in_flight,
-            first_step=np.ascontiguousarray(tables.per_step_s[:, 0, :]),
-            link=link_s,
+            link=least_s.sum(axis=0),
             port=np.array([ports.index((t.kind, t.replicas)) for t in templates], dtype=np.int64),
             kind=np.array([t.kind for t in templates], dtype=np.int64),
             devices=np.array([t.devices for t in templates], dtype=np.int64),
             whole=np.array([t.whole for t in templates], dtype=np.int64),
             share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
             in_flight=np.array(held[::-1], dtype=np.float64),
-            quickest=np.where(tables.most_in_flight < 1, np.inf, turn).min(axis=0),
         ),
+        stages=_stages(tables),
         of_units=Units(
             kind=kinds,
             size=size,
@@ -116,9 +113,21 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
         ),
         sends_s=sends_s,
         backs_s=backs_s,
+        least_s=least_s,
         sizes_alike=sizes_alike,
         complete=every and max(map(len, types)) <= MOST_LISTED,
     )
+
+
+def _stages(tables: StageTable) -> Stages:
+    """Return all stages that have as much memory as one microbatch needs."""
+    o, first, end = np.nonzero(np.triu(tables.most_in_flight >= 1, 1))
+    order = np.argsort(end, kind="stable")  # for each layer after the last, by template
+    own = o[order], first[order], end[order]
+    f, b, once, most = tables.forward_s[own], tables.backward_s[own], tables.per_step_s[own], tables.most_in_flight[own]
+    at = np.searchsorted(own[2], np.arange(tables.forward_s.shape[2] + 1))
+    rows = np.stack([own[1], own[2], own[0]], axis=1)
+    return Stages(at, rows, f + b, np.maximum(f, b), most, np.where(own[1] == 0, once, 0.0))
 
 
 def fastest_inside_hosts(costs: PreparedCosts) -> bool:
@@ -355,14 +364,14 @@ def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
 def _least_sends(
     ports: Sequence[Tuple[int, int]], replicas: Sequence[int], kinds: IntArray, sends: _Sends
 ) -> FloatArray:
-    """Return the least sends there and back, [ports, ports, L]."""
-    both = np.add(*sends.alone_s)
-    link = np.full((len(ports), len(ports), both.shape[1]), np.inf)
+    """Return the least sends there and the least back, [2, ports, ports, L]."""
+    both = np.stack(sends.alone_s)
+    least = np.full((2, len(ports), len(ports), both.shape[2]), np.inf)
     where = [np.flatnonzero(kinds == kind) for kind in range(int(kinds.max()) + 1)]
     classes = [[np.unique(sends.of_units[np.ix_(a, b)]) for b in where] for a in where]
     for i, (one, parts) in enumerate(ports):
         for j, (other, others) in enumerate(ports):
             # Replicas in order of their samples: some pair exchanges the whole of the smaller share.
             share = replicas.index(max(parts, others))
-            link[i, j] = both[share][:, classes[one][other]].min(axis=1)
-    return link
+            least[:, i, j] = both[:, share][..., classes[one][other]].min(axis=-1)
+    return least

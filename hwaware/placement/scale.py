@@ -3,8 +3,9 @@
 A price per device of each type turns "at most N devices" into a term of the objective. For any prices the cheapest
 pipeline is a lower bound (Lagrange), and the best prices make it tight. The search divides the possible times of the
 slowest stage into intervals. The bound of an interval is the cheapest pipeline with all stages below its end and one
-above its begin. Bounds of narrow intervals also count the devices that a pipeline uses. A beam search from the last
-stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
+above its begin. Prices also show which stages no better pipeline has. If few stages are left, the search lists all
+pipelines of these that have enough devices. If not, a beam search from the last stage to the first finds plans, guided
+by the same prices. hwaware.costs prices all plans.
 
 The bound holds for stages of like devices inside one host or on several whole hosts. Tensor-parallel groups wider than
 a host count only where links between hosts are as fast as inside. Links that differ between like hosts count as the
@@ -16,11 +17,11 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
-from hwaware.costs.curves import FloatArray, IntArray
+from hwaware.costs.curves import FloatArray
 from hwaware.costs.evaluate import Priced
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.placement import scale_kernels as kernels
@@ -37,13 +38,12 @@ ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 150, 100), (
 RAY_EVERY = 12
 # An interval keeps its prices if, from one such try to the next, its bound rose by less than this part of its gap.
 WORTH = 0.1
-# Numbers of used devices that one bound tells apart, and with layers and ports: some 0.1 s, and 0.1 GiB. In larger
-# tables of stages, devices are not counted.
-MOST_STATES, MOST_VALUES = 81, 3_000_000
+# The search lists an interval's pipelines if they have no more parts than this: some milliseconds.
+MOST_PARTS = 50_000
+# So many of the listed pipelines are priced on devices.
+MOST_PRICED = 40
 # Numbers of used devices that the labels of one beam hold: 0.1 GiB.
 MOST_USED = 64_000_000
-# Bounds count used devices from this width of intervals on, in so many steps of the prices.
-COUNTED_FROM, COUNTED_STEPS = 1.003, 30
 # So many of the newest plans are priced by hwaware.costs at the end: links inside a stage may differ from its units'.
 NEWEST = 8
 # Part of the time that goes into plans where the bound needs a search of its own.
@@ -53,7 +53,7 @@ LAST_RESORT = 60
 # It takes so many seconds at least, or a search of few milliseconds would find none.
 LAST_RESORT_S = 1.0
 # The search ends when it is proved to be this close.
-GOOD_ENOUGH = 5e-4
+GOOD_ENOUGH = 2e-4
 # It also ends when the gap is still so many times the width of the intervals: narrower ones could not close it.
 HOPELESS = 20
 # A proof in this space is not one for plans that hwaware could not list: never quite "optimal".
@@ -61,7 +61,6 @@ BELOW = 1.0 - 1e-8
 
 # (first layer, layer after the last, template, unit) in pipeline order
 Built = List[Tuple[int, int, int, int]]
-After = Optional[IntArray]  # of `least_priced`
 
 
 class _Interval(NamedTuple):
@@ -69,6 +68,7 @@ class _Interval(NamedTuple):
     high: float
     bound: float
     prices: FloatArray
+    stages: kernels.Stages  # all that a better pipeline can have
 
 
 class _Scale:
@@ -79,10 +79,10 @@ class _Scale:
     ) -> None:
         self.problem, self.fleet, self.ways, self.deadline = problem, fleet, fleet.ways, deadline
         self.bounds_only, self.counting, self.newest = bounds_only, True, []  # type: Tuple[bool, bool, List[Built]]
-        self.uncounted = np.zeros((len(self.ways.kind), 1), dtype=np.int64)
-        self.layers = fleet.ways.turn.shape[1]
+        self.layers = fleet.tables.forward_s.shape[1]
         self.best, self.found = known_s, (math.inf, [])  # type: Tuple[float, Tuple[float, Built]]
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
+        self.everything = _Interval(0.0, math.inf, 0.0, np.zeros(len(fleet.counts)), fleet.stages)
         self.turns = problem.costs.schedule == "1f1b" and problem.objective == "step"
 
     @property
@@ -104,38 +104,23 @@ class _Scale:
             return 1.0, 0.0, 1.0, 0.0, low, float(count - 1)
         return 1.0, 0.0, 1.0, 0.0, count * low, 0.0
 
-    def lower(self, low: float, high: float, prices: FloatArray, after: After = None) -> Tuple[float, Any, Any]:
+    def lower(self, of: _Interval, prices: FloatArray) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
-        after = self.uncounted if after is None else after
-        paid = prices[self.ways.kind] * self.ways.devices
-        value, stages, at_port = kernels.least_priced(self.ways, paid, low, high, self._rules(low), after)
+        paid, rules = prices[self.ways.kind] * self.ways.devices, self._rules(of.low)
+        value, stages, at_port = kernels.least_priced(self.ways, of.stages, paid, of.low, of.high, rules)
         return float(value - prices @ self.fleet.counts), stages, at_port
 
-    def counted(self, prices: FloatArray) -> IntArray:
-        """Return `after` of `least_priced` for states that count used devices in parts of all, of dear kinds first.
+    def without_worse(self, of: _Interval) -> _Interval:
+        """Leave out each stage that, as the interval's prices show, no better pipeline has."""
+        paid, at_port = of.prices[self.ways.kind] * self.ways.devices, self.lower(of, of.prices)[2]
+        least = kernels.least_through(self.ways, of.stages, paid, of.low, of.high, self._rules(of.low), at_port)
+        return of._replace(stages=of.stages.only(least - of.prices @ self.fleet.counts < self.best))
 
-        A kind of q parts has a digit from 0 to 2 q. 2 k stands for k parts or more, 2 k + 1 for more than k. The digits
-        of two stages add up to at most the digit of their devices together.
-        """
-        counts, kind, devices = self.fleet.counts, self.ways.kind, self.ways.devices
-        most = min(MOST_STATES, MOST_VALUES // (self.layers * len(self.ways.link)))
-        parts, more = np.zeros_like(counts), np.zeros_like(counts)
-        while np.prod(2.0 * more + 1) <= most and np.all(more <= counts):
-            parts = more.copy()
-            more[np.lexsort((-prices * counts, more))[0]] += 1
-        base = 2 * parts + 1
-        digits = np.append(1, np.cumprod(base))
-        states, unit, base, parts = np.arange(digits[-1]), digits[kind, None], base[kind, None], parts[kind]
-        whole, rest = np.divmod(devices * parts, counts[kind])
-        digit = states // unit % base
-        then = 2 * (digit // 2 + whole[:, None]) + np.maximum(digit % 2, (rest > 0)[:, None])
-        return np.where(then < base, states + (then - digit) * unit, -1)
-
-    def ascend(self, interval: _Interval, steps: int, after: After = None) -> _Interval:
+    def ascend(self, interval: _Interval, steps: int) -> _Interval:
         """Improve an interval's prices by steps along the devices used too much or too little (Polyak)."""
-        prices, best, before = interval.prices, interval, -math.inf
+        prices, best, before = interval.prices, self.without_worse(interval), -math.inf
         for k in range(steps):
-            value, stages, _ = self.lower(interval.low, interval.high, prices, after)
+            value, stages, _ = self.lower(best, prices)
             if value > best.bound or k == 0:
                 best = best._replace(bound=max(value, interval.bound), prices=prices)
             if value >= self.good or math.isinf(value):
@@ -151,8 +136,8 @@ class _Scale:
             target = self.best if math.isfinite(self.best) else 1.1 * value
             prices = np.maximum(0.0, prices + (target - value) / norm * over * (1.0 if k < steps / 2 else 0.5))
             if k % RAY_EVERY == RAY_EVERY - 1:
-                best = self._along_the_ray(best, after)
-                prices = best.prices
+                best = self._along_the_ray(best)
+                prices, best = best.prices, self.without_worse(best)
                 if best.bound - before < WORTH * (self.good - best.bound):
                     break
                 before = best.bound
@@ -160,21 +145,29 @@ class _Scale:
                 break
         return best
 
-    def count(self, interval: _Interval) -> _Interval:
-        """Improve an interval's bound and prices by counting the used devices, if that tells pipelines apart."""
-        low, high, bound, prices = interval
-        if bound >= self.good or math.isinf(high) or self.ways.turn.size > MOST_VALUES or not self.time_left():
-            return interval
-        after = self.counted(prices)
-        if self.lower(low, high, prices, after)[0] <= self.lower(low, high, prices)[0] * (1 + 1e-9):
-            return interval
-        return self.ascend(interval, COUNTED_STEPS, after)
+    def count(self, of: _Interval) -> _Interval:
+        """Improve an interval's bound by all pipelines that may be better and have enough devices, if these are few."""
+        if not self.counting or of.bound >= self.good or not self.time_left():
+            return of
+        of = self.without_worse(of)
+        counts, rules, at_port = self.fleet.counts, self._rules(of.low), self.lower(of, of.prices)[2]
+        bounds, parts, made = kernels.pipelines_below(
+            self.best, MOST_PARTS, self.ways, of.stages, of.prices, counts, of.low, of.high, rules, at_port
+        )
+        for k in np.argsort(bounds)[: min(MOST_PRICED, len(parts))]:
+            stages, part = [], parts[k]
+            while part > 0:
+                stages.append(of.stages.rows[made[part, 1]].tolist())
+                part = made[part, 2]
+            bounds[k] = max(bounds[k], self.price(stages))
+            self.keep(self.in_units(stages))
+        return of._replace(bound=max(of.bound, bounds.min(initial=math.inf)))
 
-    def _along_the_ray(self, best: _Interval, after: After) -> _Interval:
+    def _along_the_ray(self, best: _Interval) -> _Interval:
         """Raise all prices by the same factor, without limit if the interval has no plan at all."""
         factor, tried = 1.5, best.prices
         while best.bound < self.good and factor > 1.02:
-            value = self.lower(best.low, best.high, tried * factor, after)[0]
+            value = self.lower(best, tried * factor)[0]
             if value > best.bound:
                 tried = tried * factor
                 best = best._replace(bound=value, prices=tried)
@@ -185,19 +178,21 @@ class _Scale:
                 break
         return best
 
-    def find(self, high: float, prices: FloatArray, width: int) -> None:
-        """Look for plans with all stages within `high`; find none if time runs out."""
+    def find(self, of: _Interval, width: int) -> None:
+        """Look for plans of an interval's stages; find none if time runs out."""
         if self.bounds_only:
             return
         # The costs in front of each cut, once a step included, whatever the slowest stage.
-        front = self.lower(0.0, high, prices)[2][0, :, :, 0]
-        units, paid = len(self.fleet.units), prices[self.ways.kind] * self.ways.devices
+        front = self.lower(of._replace(low=0.0), of.prices)[2][0]
+        units, paid = len(self.fleet.units), of.prices[self.ways.kind] * self.ways.devices
         width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
         labels, fill = kernels.beam_labels(4 * width, self.layers, units), 1
         for cut in range(self.layers, 0, -1):
             if not self.time_left():
                 return
-            fill = kernels.beam(cut, self.ways, self.fleet.of_units, paid, front, high, width, labels, fill)
+            fill = kernels.beam(
+                cut, self.ways, of.stages, self.fleet.of_units, paid, front, of.high, width, labels, fill
+            )
         for k in np.argsort(labels.pool_score[0, : labels.counts[0]])[:40]:
             made, label = [], int(labels.pool_label[0, k])
             while label > 0:
@@ -227,17 +222,25 @@ class _Scale:
             found[first] = first, end, o, int(own[0])
         return [found[first] for first in sorted(found)]
 
-    def price(self, stages: Built) -> float:
-        """Return the objective of stages without head starts; infinite if memory or a link is missing."""
-        first, end, o, unit = np.array(stages).T
-        fleet, tables = self.fleet, self.fleet.tables
-        if np.any(self.ways.in_flight[: len(stages)][::-1] > self.ways.most[o, first, end]):
+    def price(self, stages: Sequence[Sequence[int]]) -> float:
+        """Return the objective of stages without head starts; infinite if memory or a link is missing.
+
+        For rows without units, return a bound on the objectives on any units. Only the first stage counts what happens
+        once a step: shorter sends could hide less of the others.
+        """
+        first, end, o, *units = np.array(stages).T
+        fleet, ways, cut = self.fleet, self.ways, end[:-1] - 1
+        if np.any(ways.in_flight[: len(stages)][::-1] > fleet.tables.most_in_flight[o, first, end]):
             return math.inf
-        f, b, once = (x[o, first, end].tolist() for x in (tables.forward_s, tables.backward_s, tables.per_step_s))
-        pairs = o[:-1], o[1:]
-        share = np.maximum(*(self.ways.share[one] for one in pairs))
-        sends = share, end[:-1] - 1, fleet.of_units.between[unit[:-1], unit[1:]]
-        both = fleet.sends_s[sends].tolist(), fleet.backs_s[sends].tolist()
+        tables = fleet.tables.forward_s, fleet.tables.backward_s, fleet.tables.per_step_s
+        f, b, once = (table[o, first, end].tolist() for table in tables)
+        if units:
+            share, between = ways.share[o], fleet.of_units.between[units[0][:-1], units[0][1:]]
+            sends = np.maximum(share[:-1], share[1:]), cut, between
+            both = fleet.sends_s[sends].tolist(), fleet.backs_s[sends].tolist()
+        else:
+            there, back = fleet.least_s[:, ways.port[o[:-1]], ways.port[o[1:]], cut].tolist()
+            both, once = (there, back), [once[0], *(0.0 for _ in there)]
         priced = Priced(self.problem.costs.schedule, self.problem.num_microbatches, (), f, b, once, *both, both)
         return priced.objective_s(self.problem.objective, 1)
 
@@ -291,10 +294,17 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     if math.isinf(scale.best) and not problem.has_plan:
         # As long again: some plan that fits, all devices and the slowest stage disregarded.
         scale.deadline = time.monotonic() + max(LAST_RESORT_S, deadline - started)
-        scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT)
+        scale.find(scale.everything, LAST_RESORT)
     if not scale.found[1]:
         return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
     return Answer(min(map(scale.plan, scale.newest), key=problem.value), min(bound, scale.best))
+
+
+def load_at_scale(problem: Problem) -> None:
+    """Call each kernel once for a small problem: numba compiles it, or reads it from its cache."""
+    scale = _Scale(problem, make_fleet(problem), math.inf)
+    scale.count(scale.everything)
+    scale.find(scale.everything, 1)
 
 
 def _intervals(scale: _Scale, period: float) -> float:
@@ -302,12 +312,6 @@ def _intervals(scale: _Scale, period: float) -> float:
     waiting = _first_intervals(scale, period)
     for ratio, width, steps in ROUNDS[1:]:
         waiting = _refined(scale, waiting, ratio, width, steps)
-        if ratio <= COUNTED_FROM and scale.counting:
-            waiting.sort(key=lambda one: one.bound)
-            for k, one in enumerate(waiting):  # the least of all bounds counts
-                if any(before.bound <= one.bound for before in waiting[:k]):
-                    break
-                waiting[k] = scale.count(one)
         bound = min(one.bound for one in waiting)
         if scale.best > bound * (1 + HOPELESS * (ratio - 1)) or not scale.time_left() or bound >= scale.good:
             break
@@ -320,23 +324,24 @@ def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
     Where a plan is found, bisection of its slowest stage finds better ones: these prove more bounds.
     """
     ratio, width, steps = ROUNDS[0]
-    prices, low, high, made = np.zeros(len(scale.fleet.counts)), period, 0.0, []  # type: Any, float, float, List[Any]
+    rest, high, made = scale.everything._replace(low=period), 0.0, []  # type: _Interval, float, List[_Interval]
     # Everything slower at once: when that cannot be better, no more intervals are needed.
-    while scale.time_left() and scale.lower(low, math.inf, prices)[0] < scale.best and len(made) < 60:
+    while scale.time_left() and scale.lower(rest, rest.prices)[0] < scale.best and len(made) < 60:
+        low, least = rest.low, scale.found[0]
         # The first interval begins at 0 where a device is free.
         end = math.sqrt(low * high) if high > low * ROUNDS[1][0] > 0 else low * ratio or 1e-9
-        least = scale.found[0]
-        found = scale.ascend(_Interval(low, end, 0.0, prices), steps)
+        found = scale.ascend(rest._replace(high=end), steps)
         if found.bound < scale.good:
-            scale.find(end, found.prices, width)
+            scale.find(found, width)
         if scale.found[0] < least:
-            high = max(float(scale.ways.turn[o, first, last]) for first, last, o, _ in scale.found[1])
-            ratio, prices = ROUNDS[0][0], found.prices
+            f, b = scale.fleet.tables.forward_s, scale.fleet.tables.backward_s
+            high = max(float(f[o, first, last] + b[o, first, last]) for first, last, o, _ in scale.found[1])
+            ratio, rest = ROUNDS[0][0], rest._replace(prices=found.prices)
         else:
             made.append(found)
-            low, prices = end, prices if scale.found[1] else found.prices
+            rest = rest._replace(low=end, prices=rest.prices if scale.found[1] else found.prices)
             ratio = ROUNDS[0][0] if found.bound < scale.good and scale.found[1] else min(2.0, ratio * 1.1)
-    return [*made, _Interval(low, math.inf, scale.lower(low, math.inf, prices)[0], prices)]
+    return [*made, rest._replace(bound=scale.lower(rest, rest.prices)[0])]
 
 
 def _refined(scale: _Scale, waiting: List[_Interval], ratio: float, width: int, steps: int) -> List[_Interval]:
@@ -352,18 +357,22 @@ def _refined(scale: _Scale, waiting: List[_Interval], ratio: float, width: int, 
         else:
             ends = np.geomspace(one.high, one.low, 2 + int(math.log(one.high / one.low, ratio))).tolist()
             parts += [one._replace(low=low, high=high) for high, low in zip(ends, ends[1:])]
-    prices, above = parts[0].prices if parts else None, math.inf  # type: Any, float
-    for k, (low, high, bound, own) in enumerate(parts):
+    rest, above = scale.everything, math.inf
+    if parts:
+        rest = rest._replace(low=parts[-1].low, high=parts[0].high, prices=parts[0].prices)
+    for k, (low, high, bound, own, _) in enumerate(parts):
         if not scale.time_left():
             return made + parts[k:]
-        rest = _Interval(parts[-1].low, high, scale.lower(parts[-1].low, high, prices)[0], prices)
+        rest = scale.without_worse(rest._replace(high=high))
+        rest = rest._replace(bound=scale.lower(rest, rest.prices)[0])
         if rest.bound >= scale.good:
             return [*made, rest]
-        prices = max((own, prices), key=lambda one: scale.lower(low, high, one)[0])
-        made.append(scale.ascend(_Interval(low, high, bound, prices), steps))
-        prices = made[-1].prices
+        part = rest._replace(low=low, bound=bound)
+        prices = max((own, rest.prices), key=lambda one: scale.lower(part, one)[0])
+        made.append(scale.count(scale.ascend(part._replace(prices=prices), steps)))
+        rest = rest._replace(prices=made[-1].prices)
         # A wide beam for this part also finds plans whose slowest stage is faster.
         if made[-1].bound < scale.good and (above >= scale.good or width <= ROUNDS[1][1]):
-            scale.find(high, prices, width)
+            scale.find(rest, width)
         above = made[-1].bound
     return made

@@ -14,10 +14,6 @@ class Ways(NamedTuple):
     Sends depend on a port: the kind of the devices and the number of replicas.
     """
 
-    turn: Any  # [template, first, end] f + b of a stage of layers first .. end - 1, in s
-    longer: Any  # [template, first, end] max(f, b)
-    most: Any  # [template, first, end] microbatches in flight that fit into its memory; -1 if a rule forbids it
-    first_step: Any  # [template, end] once a step, of a front stage of layers 0 .. end - 1
     link: Any  # [front port, port behind, layer in front of the cut] least of a microbatch there and back
     port: Any  # [template]
     kind: Any  # [template] this and the next three as in `hwaware.placement.fleet`
@@ -25,7 +21,22 @@ class Ways(NamedTuple):
     whole: Any  # [template]
     share: Any  # [template]
     in_flight: Any  # microbatches that a stage has in flight, by the stages behind it
-    quickest: Any  # [first, end] least f + b of a stage
+
+
+class Stages(NamedTuple):
+    """Hold stages that a pipeline may have, in order of the layer after their last."""
+
+    at: Any  # [L + 2] first stage of each such layer, and behind them the number of stages
+    rows: Any  # [stage] (first layer, layer after the last, template)
+    turn: Any  # [stage] f + b, in s
+    longer: Any  # [stage] max(f, b)
+    most: Any  # [stage] microbatches in flight that fit into its memory
+    once: Any  # [stage] once a step of a stage with the first layer, 0 for all others
+
+    def only(self, kept: Any) -> Stages:
+        """Return the stages of this mask."""
+        _, rows, *values = (column[kept] if k else column for k, column in enumerate(self))
+        return Stages(np.searchsorted(rows[:, 1], np.arange(len(self.at))), rows, *values)
 
 
 class Units(NamedTuple):
@@ -54,94 +65,139 @@ class BeamLabels(NamedTuple):
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any, after: Any) -> Tuple[float, Any, Any]:
+def least_priced(w: Ways, s: Stages, price: Any, low: float, high: float, rules: Any) -> Tuple[float, Any, Any]:
     """Return the least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
 
     `rules` says how stages count. One in front of the slowest counts `weight` (c + sends) - `less`, one behind it
     `after_weight` (c + sends) - `after_less`. The slowest counts `bottleneck` + `per_longer` x max(f, b). `price` is
-    that of all devices of each template. A state stands for the devices that are used. `after` [template, state] is
-    the state behind a stage from that in front; -1 if too few devices are left.
+    that of all devices of each template.
 
     Returns:
         The value, the stages as rows of (first, end, template), and the least cost in front of each cut. The last
-            includes the send: [without or with the slowest stage, L + 1, ports behind, states].
+            includes the send: [without or with the slowest stage, L + 1, ports behind].
     """
-    templates, layers, ports, states = w.turn.shape[0], w.turn.shape[1], w.link.shape[0], after.shape[1]
-    value = np.full((2, layers + 1, ports, states), np.inf)
-    at_port = np.full((2, layers + 1, ports, states), np.inf)  # the best with a stage of this port behind
-    at_port[0, 0, :, 0] = 0.0
-    fewest = np.full(layers + 1, layers)  # stages behind a cut
-    fewest[layers] = 0
-    for first in range(layers - 1, 0, -1):
-        for end in range(first + 1, layers + 1):
-            if w.quickest[first, end] <= high:
-                fewest[first] = min(fewest[first], 1 + fewest[end])
+    layers, ports, fewest = s.at.shape[0] - 2, w.link.shape[0], _fewest_behind(s, high)
+    value, came_from = np.full((2, layers + 1, ports), np.inf), np.zeros((2, layers + 1, ports), dtype=np.int64)
+    at_port = np.full((2, layers + 1, ports), np.inf)  # the best with a stage of this port behind
+    at_port[0, 0] = 0.0
     for end in range(1, layers + 1):
-        need = w.in_flight[fewest[end]]
-        for o in range(templates):
-            own = w.port[o]
-            for first in range(end - 1, -1, -1):
-                if w.turn[o, first, end] > high or 0 <= w.most[o, first, end] < need:
-                    break
-                if w.most[o, first, end] < 0:
-                    continue  # a rule forbids it, and may allow longer ones
-                before, slowest, behind = _added(w, o, first, end, price[o], low, rules)
-                for state in range(states):
-                    to = after[o, state]
-                    if to >= 0:
-                        front0, front1 = at_port[0, first, own, state], at_port[1, first, own, state]
-                        value[0, end, own, to] = min(value[0, end, own, to], front0 + before)
-                        value[1, end, own, to] = min(value[1, end, own, to], front0 + slowest, front1 + behind)
+        for k in range(s.at[end], s.at[end + 1]):
+            if s.turn[k] <= high and s.most[k] >= w.in_flight[fewest[end]]:
+                first, o = s.rows[k, 0], s.rows[k, 2]
+                own, (before, slowest, behind) = w.port[o], _added(s, k, price[o], low, rules)
+                for phase, then, added in ((0, 0, before), (0, 1, slowest), (1, 1, behind)):
+                    if at_port[phase, first, own] + added < value[then, end, own]:
+                        value[then, end, own] = at_port[phase, first, own] + added
+                        came_from[then, end, own] = 2 * k + phase
         for phase in range(2 if end < layers else 0):
             for front in range(ports):
-                if value[phase, end, front].min() == np.inf:
-                    continue
-                for port in range(ports):
-                    send = rules[2 * phase] * w.link[front, port, end - 1]
-                    for state in range(states):  # no call of min: the compiler makes it one instruction for several
-                        at, least = value[phase, end, front, state] + send, at_port[phase, end, port, state]
-                        at_port[phase, end, port, state] = at if at < least else least
-    place = np.argmin(value[1, layers])
-    port, state = place // states, place % states
-    best, stages = value[1, layers, port, state], np.empty((layers, 3), dtype=np.int64)
+                if value[phase, end, front] < np.inf:
+                    send = rules[2 * phase] * w.link[front, :, end - 1]
+                    at_port[phase, end] = np.minimum(at_port[phase, end], value[phase, end, front] + send)
+    port = int(np.argmin(value[1, layers]))
+    best, stages = value[1, layers, port], np.empty((layers, 3), dtype=np.int64)
     count, end, phase = 0, layers, 1
     while end > 0 and best < np.inf:
-        first, o, phase, state = _came_from(
-            w, value[phase, end, port, state], at_port, end, port, phase, state, price, low, rules, after
-        )
-        stages[count, 0], stages[count, 1], stages[count, 2] = first, end, o
-        count, end = count + 1, first
+        k, phase = came_from[phase, end, port] // 2, came_from[phase, end, port] % 2
+        stages[count] = s.rows[k]
+        count, end = count + 1, s.rows[k, 0]
         if end > 0:
-            port = int(np.argmin(value[phase, end, :, state] + rules[2 * phase] * w.link[:, port, end - 1]))
+            port = int(np.argmin(value[phase, end] + rules[2 * phase] * w.link[:, port, end - 1]))
     return best, stages[:count][::-1].copy(), at_port
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _added(w: Ways, o: int, first: int, end: int, price: float, low: float, rules: Any) -> Tuple[float, float, float]:
+def _fewest_behind(s: Stages, high: float) -> Any:
+    """Return the fewest stages that follow each cut."""
+    layers = s.at.shape[0] - 2
+    fewest = np.full(layers + 1, layers)
+    fewest[layers] = 0
+    for k in range(s.turn.shape[0] - 1, -1, -1):
+        first, end = s.rows[k, 0], s.rows[k, 1]
+        if s.turn[k] <= high and fewest[end] + 1 < fewest[first]:
+            fewest[first] = fewest[end] + 1
+    return fewest
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _added(s: Stages, k: int, price: float, low: float, rules: Any) -> Tuple[float, float, float]:
     """Return what a stage adds in front of the slowest, as the slowest, and behind it; see `least_priced`."""
     weight, less, after_weight, after_less, bottleneck, per_longer = rules
-    c, once = w.turn[o, first, end], price + (w.first_step[o, end] if first == 0 else 0.0)
-    slowest = once + bottleneck + per_longer * w.longer[o, first, end] if c >= low else np.inf
+    c, once = s.turn[k], price + s.once[k]
+    slowest = once + bottleneck + per_longer * s.longer[k] if c >= low else np.inf
     return once + weight * c - less, slowest, once + after_weight * c - after_less
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _came_from(
-    w: Ways, value: float, at_port: Any, end: int, port: int, phase: int, state: int, price: Any, low: float,
-    rules: Any, after: Any,
-) -> Tuple[int, int, int, int]:  # fmt: skip
-    """Return the first layer and template of the stage that makes this value, and the phase and state before it."""
-    for o in range(w.turn.shape[0]):
-        if w.port[o] == port:
-            for first in range(end):
-                before, slowest, behind = _added(w, o, first, end, price[o], low, rules)
-                for one in range(after.shape[1]):
-                    if after[o, one] == state:
-                        if at_port[0, first, port, one] + (before if phase == 0 else slowest) == value:
-                            return first, o, 0, one
-                        if phase == 1 and at_port[1, first, port, one] + behind == value:
-                            return first, o, 1, one
-    return 0, -1, 0, 0
+def least_through(w: Ways, s: Stages, price: Any, low: float, high: float, rules: Any, at_port: Any) -> Any:
+    """Return for each stage the least of `least_priced` over the pipelines that have it."""
+    layers, ports, fewest = s.at.shape[0] - 2, w.link.shape[0], _fewest_behind(s, high)
+    least, value = np.full(s.turn.shape[0], np.inf), np.full((2, layers + 1, ports), np.inf)
+    at_front = value.copy()  # the least cost behind each cut, without or with the slowest stage, and the send to it
+    at_front[0, layers] = 0.0
+    for end in range(layers, 0, -1):
+        for phase in range(2 if end < layers else 0):
+            for port in range(ports):
+                if value[phase, end, port] < np.inf:
+                    send = rules[2 * (1 - phase)] * w.link[:, port, end - 1]
+                    at_front[phase, end] = np.minimum(at_front[phase, end], value[phase, end, port] + send)
+        for k in range(s.at[end], s.at[end + 1]):
+            if s.turn[k] <= high and s.most[k] >= w.in_flight[fewest[end]]:
+                first, o = s.rows[k, 0], s.rows[k, 2]
+                port, (before, slowest, behind) = w.port[o], _added(s, k, price[o], low, rules)
+                with_it = min(before + at_front[1, end, port], slowest + at_front[0, end, port])
+                behind += at_front[0, end, port]
+                least[k] = min(at_port[0, first, port] + with_it, at_port[1, first, port] + behind)
+                value[0, first, port] = min(value[0, first, port], behind)
+                value[1, first, port] = min(value[1, first, port], with_it)
+    return least
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def pipelines_below(
+    limit: float, most: int, w: Ways, s: Stages, prices: Any, counts: Any, low: float, high: float, rules: Any,
+    at_port: Any,
+) -> Tuple[Any, Any, Any]:  # fmt: skip
+    """Return all pipelines below `limit` that have enough devices, built from the last stage to the first.
+
+    Rear parts grow while their costs, prices and the costs in front by `at_port` of `least_priced` stay below it.
+
+    Returns:
+        The bound of each pipeline without prices, its last added part, and all parts. Column 1 of a part is its first
+            stage, column 2 the part behind. More than `most` parts give one bound, -infinity, and no pipeline.
+    """
+    layers, paid, spent = s.at.shape[0] - 2, prices[w.kind] * w.devices, (prices * counts).sum()
+    parts, last, fill = np.empty((most, 5), dtype=np.int64), np.full(layers + 1, -1), 1
+    used, value = np.empty((most, len(counts)), dtype=np.int64), np.empty(most)
+    parts[0], used[0], value[0], last[layers] = (-1, -1, -1, 0, 0), 0, 0.0, 0
+    for cut in range(layers, 0, -1):
+        part = last[cut]
+        while part >= 0:
+            phase, position = parts[part, 3], parts[part, 4]
+            for k in range(s.at[cut], s.at[cut + 1]):
+                first, o = s.rows[k, 0], s.rows[k, 2]
+                kind, port, total = w.kind[o], w.port[o], value[part]
+                enough = used[part, kind] + w.devices[o] <= counts[kind] and s.most[k] >= w.in_flight[position]
+                if not enough or s.turn[k] > high:
+                    continue
+                if cut < layers:
+                    total += rules[2 - 2 * phase] * w.link[port, w.port[s.rows[parts[part, 1], 2]], cut - 1]
+                before, slowest, behind = _added(s, k, paid[o], low, rules)
+                for then in range(phase, 2):
+                    after = total + (before if phase == 1 else slowest if then == 1 else behind)
+                    if after + at_port[1 - then, first, port] - spent < limit:
+                        if fill == most:
+                            return np.full(1, -np.inf), last[:0], parts
+                        parts[fill] = (last[first], k, part, then, position + 1)
+                        used[fill], value[fill] = used[part], after
+                        used[fill, kind] += w.devices[o]
+                        last[first], fill = fill, fill + 1
+            part = parts[part, 0]
+    done, count, part = np.empty(fill, dtype=np.int64), 0, last[0]
+    while part >= 0:
+        done[count], count, part = part, count + 1, parts[part, 0]
+    done = done[:count]
+    return value[done] - (used[done] * prices).sum(axis=1), done, parts
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -204,8 +260,9 @@ def beam_labels(capacity: int, layers: int, units: int) -> BeamLabels:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def beam(
-    cut: int, w: Ways, u: Units, price: Any, front: Any, high: float, width: int, labels: BeamLabels, fill: int
-) -> int:
+    cut: int, w: Ways, s: Stages, u: Units, price: Any, front: Any, high: float, width: int, labels: BeamLabels,
+    fill: int,
+) -> int:  # fmt: skip
     """Build on the pipelines that begin at a cut, with all stages and sends within `high`, on real units.
 
     A label is a pipeline's rear part; cuts come from the last to the first. Each cut keeps the labels with the least
@@ -222,9 +279,11 @@ def beam(
             if used[label, unit] == 0:
                 like_counts[u.like[unit]] += 1
             untouched[unit] = like_counts[u.like[unit]]
-        for o in range(w.turn.shape[0]):
-            if w.turn[o, cut - 1, cut] > high:
-                continue
+        stop = s.at[cut]
+        while stop < s.at[cut + 1]:
+            begin, o = stop, s.rows[stop, 2]
+            while stop < s.at[cut + 1] and s.rows[stop, 2] == o:
+                stop += 1
             fullest, least_free, whole = -1, 0, w.whole[o]
             for unit in range(u.first[w.kind[o]], u.first[w.kind[o] + 1]):
                 free = u.size[unit] - used[label, unit]
@@ -240,18 +299,16 @@ def beam(
                 fullest, least_free = unit, free
                 send = slow = 0.0
                 if template >= 0:
-                    s, between = max(w.share[o], w.share[template]), u.between[unit, behind]
-                    send, slow = u.both[s, cut - 1, between], u.slower[s, cut - 1, between]
+                    share, between = max(w.share[o], w.share[template]), u.between[unit, behind]
+                    send, slow = u.both[share, cut - 1, between], u.slower[share, cut - 1, between]
                 if slow > high:
                     continue
-                for first in range(cut - 1, -1, -1):
-                    c = w.turn[o, first, cut]
-                    if c > high or 0 <= w.most[o, first, cut] < w.in_flight[position]:
-                        break
-                    if w.most[o, first, cut] < 0:
+                for k in range(begin, stop):
+                    if s.turn[k] > high or s.most[k] < w.in_flight[position]:
                         continue
-                    total, paid = labels.sums[label] + c + send, labels.paid[label] + price[o]
-                    score = total + (w.first_step[o, cut] if first == 0 else front[first, w.port[o]])
+                    first = s.rows[k, 0]
+                    total, paid = labels.sums[label] + s.turn[k] + send, labels.paid[label] + price[o]
+                    score = total + (s.once[k] if first == 0 else front[first, w.port[o]])
                     if score == np.inf or fill >= rows:
                         continue
                     score += paid

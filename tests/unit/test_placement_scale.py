@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import random
+import subprocess
+import sys
 import time
 
 import msgspec
@@ -279,49 +282,100 @@ def test_units_are_like_devices_of_one_host():
         evaluate(plan((0, 9, "x")), random_workload(random.Random(5), 4, 8), profile)
 
 
-@pytest.mark.parametrize("seed", seeds(20, every=4))
-def test_counted_devices_never_shut_out_stages_that_have_room(seed):
-    """The states of the bound count no device twice, and tell when all devices of a kind are taken."""
+def all_pipelines(search, of, prices):
+    """Return all pipelines of an interval with their bounds, as (priced, without prices, used devices, stages)."""
+    weight, less, after_weight, after_less, fixed, per_longer = search._rules(of.low)
+    stages, ways, layers = of.stages, search.ways, len(of.stages.at) - 2
+    by_end = {end: range(stages.at[end], stages.at[end + 1]) for end in range(1, layers + 1)}
+
+    def rear_parts(cut, behind):
+        if cut == 0:
+            yield behind
+        for k in by_end.get(cut, ()):
+            if stages.turn[k] <= of.high and stages.most[k] >= ways.in_flight[len(behind)]:
+                yield from rear_parts(int(stages.rows[k, 0]), (k, *behind))
+
+    for made in rear_parts(layers, ()):
+        template = stages.rows[list(made), 2]
+        sends = [
+            ways.link[ways.port[one], ways.port[other], stages.rows[k, 1] - 1]
+            for k, one, other in zip(made, template, template[1:])
+        ]
+        used = np.bincount(ways.kind[template], ways.devices[template], minlength=len(prices))
+        sums = [math.inf]
+        for place, slowest in enumerate(made):
+            if stages.turn[slowest] >= of.low:
+                front, behind = list(made[:place]), list(made[place + 1 :])
+                sums.append(
+                    sum(stages.once[list(made)])
+                    + weight * (sum(stages.turn[front]) + sum(sends[:place])) - less * len(front)
+                    + fixed + per_longer * stages.longer[slowest]
+                    + after_weight * (sum(stages.turn[behind]) + sum(sends[place:])) - after_less * len(behind)
+                )  # fmt: skip
+        if min(sums) < math.inf:
+            yield min(sums) + prices @ (used - search.fleet.counts), min(sums), used, made
+
+
+@pytest.mark.parametrize("num_microbatches", [3, 16])
+@pytest.mark.parametrize("seed", seeds(8, every=2))
+def test_bounds_are_those_of_all_pipelines_one_by_one(seed, num_microbatches):
+    """Least bounds, stages that a better pipeline can have, and pipelines that have enough devices."""
     rng = random.Random(seed)
-    profile, workload = random_cluster(rng, 6, 4, kinds=rng.choice([1, 2, 3])), random_workload(rng, 6, 8)
-    problem = Problem(PreparedCosts(workload, profile), 16)
+    profile, workload = random_cluster(rng, 3, 2, kinds=2), random_workload(rng, 4, 4)
+    problem = Problem(PreparedCosts(workload, profile), num_microbatches)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
-    ways, counts = search.ways, search.fleet.counts
-    after = search.counted(np.array([rng.uniform(0, 1) for _ in counts]))
-    assert after.shape[1] >= 3 ** len(counts)
-    for _ in range(200):
-        state, left = 0, counts.copy()
-        while True:
-            fitting = np.flatnonzero(ways.devices <= left[ways.kind])
-            if not len(fitting):
-                break
-            template = rng.choice(fitting.tolist())
-            left[ways.kind[template]] -= ways.devices[template]
-            state = after[template, state]
-            assert state >= 0
-    for template in np.flatnonzero(ways.devices == counts[ways.kind]):
-        assert (after[ways.kind == ways.kind[template], after[template, 0]] < 0).all()
+    stages = search.fleet.stages
+    stages.most[:] = [min(most, rng.choice([1.0, 3.0, 99.0])) for most in stages.most]  # some memory is scarce
+    turns = sorted(stages.turn)
+    prices = np.array([rng.uniform(0, 0.1) * turns[-1] for _ in search.fleet.counts])
+    low, high = turns[len(turns) // 4], turns[-2]
+    of = search.everything._replace(low=low, high=high, prices=prices)
+    found = list(all_pipelines(search, of, prices))
+    assert search.lower(of, prices)[0] == pytest.approx(min(found)[0])
+
+    values = sorted(value for value, *_ in found)
+    search.best = (values[len(values) // 3] + values[len(values) // 3 + 1]) / 2
+    better = [one for one in found if one[0] < search.best]
+    kept = search.without_worse(of)
+    needed = {tuple(stages.rows[k]) for *_, made in better for k in made}
+    assert needed <= set(map(tuple, kept.stages.rows.tolist())) < set(map(tuple, stages.rows.tolist()))
+    assert search.lower(kept, prices)[0] == pytest.approx(min(found)[0])
+
+    bounds, parts, _ = scale.kernels.pipelines_below(
+        search.best, 10**6, search.ways, kept.stages, prices, search.fleet.counts, low, high, search._rules(low),
+        search.lower(kept, prices)[2],
+    )  # fmt: skip
+    fitting = [bound for _, bound, used, _ in better if (used <= search.fleet.counts).all()]
+    assert 0 < len(fitting) < len(better)
+    # One pipeline counts once for each stage that can be its slowest: the least counts.
+    assert min(bounds) == pytest.approx(min(fitting))
+    assert len(fitting) <= len(parts)
+    assert all(any(bound == pytest.approx(one) for one in bounds) for bound in fitting)
 
 
-def test_counted_devices_make_a_bound_no_smaller():
+def test_counted_devices_make_a_bound_no_smaller(monkeypatch):
+    monkeypatch.setattr(scale, "MOST_PARTS", 10**6)
     rng = random.Random(2)
     profile, workload = random_cluster(rng, 4, 4), random_workload(rng, 8, 8)
     problem = Problem(PreparedCosts(workload, profile), 16)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
-    prices = np.zeros(len(search.fleet.counts))  # free devices: only counting keeps a pipeline from taking them twice
-    low, high = fluid_period_s(problem.costs), math.inf
-    free, stages, _ = search.lower(low, high, prices)
-    counted, others, _ = search.lower(low, high, prices, search.counted(prices))
-    assert free < counted
+    best = hwaware.plan(workload, profile, num_microbatches=16).objective_s
+    # Free devices: only counting keeps a pipeline from taking them twice.
+    of = search.everything._replace(low=fluid_period_s(problem.costs))
+    free, stages, _ = search.lower(of, of.prices)
+    used = np.bincount(search.ways.kind[stages[:, 2]], search.ways.devices[stages[:, 2]])
+    assert (used > search.fleet.counts).any()
+    search.best = 1.01 * best
+    assert free < search.count(of).bound <= best
 
-    def used(rows):
-        return np.bincount(
-            search.ways.kind[rows[:, 2]], search.ways.devices[rows[:, 2]], minlength=len(search.fleet.counts)
-        )
 
-    assert (used(stages) > search.fleet.counts).any()
-    assert counted <= hwaware.plan(workload, profile, num_microbatches=16).objective_s
-    assert len(others) > 0
+def test_more_pipelines_than_can_be_listed_leave_a_bound_as_it_is(monkeypatch):
+    rng = random.Random(2)
+    problem = Problem(PreparedCosts(random_workload(rng, 8, 8), random_cluster(rng, 4, 4)), 16)
+    search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
+    monkeypatch.setattr(scale, "MOST_PARTS", 100)
+    assert search.count(search.everything._replace(bound=0.25)).bound == 0.25
+    assert search.found == (math.inf, [])
 
 
 def test_a_bound_knows_how_many_stages_must_follow():
@@ -330,14 +384,47 @@ def test_a_bound_knows_how_many_stages_must_follow():
     profile, workload = random_cluster(rng, 4, 2), random_workload(rng, 6, 4)
     problem = Problem(PreparedCosts(workload, profile), 16)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1e9)
-    search.ways = search.ways._replace(most=np.minimum(search.ways.most, 2.0))
-    quickest = search.ways.turn.min(axis=0)
+    np.minimum(search.fleet.stages.most, 2.0, out=search.fleet.stages.most)
+    quickest = np.full((6, 7), math.inf)
+    for (first, end, _), turn in zip(search.fleet.stages.rows.tolist(), search.fleet.stages.turn):
+        quickest[first, end] = min(quickest[first, end], turn)
     of_two = min(max(quickest[0, cut], quickest[cut, 6]) for cut in range(1, 6))
     of_three = min(max(quickest[0, a], quickest[a, b], quickest[b, 6]) for a in range(1, 5) for b in range(a + 1, 6))
-    high, free = min(of_two, quickest[0, 6]) * 0.999, np.zeros(len(search.fleet.counts))
+    high, everything = min(of_two, quickest[0, 6]) * 0.999, search.everything
     assert of_three < high
-    assert math.isinf(search.lower(0.1 * high, high, free)[0])
-    assert math.isfinite(search.lower(0.1 * high, high * 1.002, free)[0])
+    assert math.isinf(search.lower(everything._replace(low=0.1 * high, high=high), everything.prices)[0])
+    of_both = everything._replace(low=0.1 * high, high=high * 1.002)
+    assert math.isfinite(search.lower(of_both, everything.prices)[0])
+
+
+def test_no_kernel_is_compiled_while_the_clock_runs():
+    """In a process of its own: other tests load kernels too."""
+    code = """
+import random, numba
+from test_placement_scale import random_cluster, random_workload
+import hwaware
+from hwaware.costs import PreparedCosts
+from hwaware.placement import exact, kernels, scale_kernels
+from hwaware.placement.problem import Problem
+
+def compiled():
+    rooms = vars(kernels), vars(scale_kernels)
+    found = (one for room in rooms for one in room.items())
+    return {name: one.signatures for name, one in found if isinstance(one, numba.core.dispatcher.Dispatcher)}
+
+for hosts in (20, 3):
+    rng = random.Random(1)
+    profile, workload = random_cluster(rng, hosts, 4), random_workload(rng, 8, 8)
+    exact.load_kernels(Problem(PreparedCosts(workload, profile), 16))
+    before = compiled()
+    assert sum(map(bool, before.values())) >= 4
+    assert hwaware.plan(workload, profile, num_microbatches=16, time_limit_s=5).stages
+    assert compiled() == before
+"""
+    line = [sys.executable, "-c", code]
+    paths = os.pathsep.join([*sys.path, os.path.dirname(__file__)])
+    done = subprocess.run(line, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_free_device_ends_the_search_of_a_large_cluster():
