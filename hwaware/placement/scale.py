@@ -264,7 +264,10 @@ class _Scale:
 
 
 def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
-    """Return the best plan found by the deadline, with a bound; a plan that costs `known_s` is known."""
+    """Return the best plan found by the deadline, with a bound.
+
+    A plan that costs `known_s` is known: where none costs less, the answer may have only a bound.
+    """
     blocks = in_blocks(problem, most_blocks(ways_to_build(problem)))
     if blocks is not None:
         return blocks.of_layers(solve_at_scale(blocks.problem, deadline, known_s), problem)
@@ -295,9 +298,9 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
         # As long again: some plan that fits, all devices and the slowest stage disregarded.
         scale.deadline = time.monotonic() + max(LAST_RESORT_S, deadline - started)
         scale.find(scale.everything, LAST_RESORT)
-    if not scale.found[1]:
+    if math.isinf(scale.best):
         return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
-    return Answer(min(map(scale.plan, scale.newest), key=problem.value), min(bound, scale.best))
+    return Answer(min(map(scale.plan, scale.newest), key=problem.value, default=None), min(bound, scale.best))
 
 
 def load_at_scale(problem: Problem) -> None:

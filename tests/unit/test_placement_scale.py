@@ -369,6 +369,14 @@ def test_counted_devices_make_a_bound_no_smaller(monkeypatch):
     assert free < search.count(of).bound <= best
 
 
+def test_a_known_plan_that_none_betters_leaves_only_a_bound():
+    rng = random.Random(2)
+    profile, workload = random_cluster(rng, 4, 4), random_workload(rng, 8, 8)
+    problem = Problem(PreparedCosts(workload, profile), 16)
+    known_s = 0.9 * scale.solve_at_scale(problem, time.monotonic() + 20.0).bound_s
+    assert scale.solve_at_scale(problem, time.monotonic() + 20.0, known_s) == (None, pytest.approx(known_s), None)
+
+
 def test_more_pipelines_than_can_be_listed_leave_a_bound_as_it_is(monkeypatch):
     rng = random.Random(2)
     problem = Problem(PreparedCosts(random_workload(rng, 8, 8), random_cluster(rng, 4, 4)), 16)
