@@ -193,6 +193,9 @@ def _too_large(problem: Problem, started: float) -> Answer:
     deadline, best, value = started + SCALE_PART * problem.time_limit_s, Answer(None), math.inf
     per_device = problem.objective == "per-device"
     parts = like_parts(problem) if per_device else growing_parts(problem)
+    parts = [part for part in parts if part is problem or short_of_memory(part) is None]
+    if per_device:  # the largest first: it may be the only one with enough memory
+        parts = [*parts[-1:], *parts[:-1]]
     for k, part in enumerate(parts):
         now = time.monotonic()
         if k > 0 and now > deadline:

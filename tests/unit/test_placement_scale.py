@@ -34,6 +34,7 @@ from hwaware.errors import PlanError
 from hwaware.placement import exact, scale
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet, optimistic
+from hwaware.placement.infeasible import short_of_memory
 from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Problem
 
 
@@ -218,6 +219,21 @@ def test_throughput_per_device_takes_few_of_many_devices():
     assert found.objective_s == pytest.approx(devices * found.predicted_step_s)
     assert devices == 1
     assert found.bound_s <= found.objective_s
+
+
+def test_parts_with_too_little_memory_take_no_time_from_others(monkeypatch):
+    """Only 48 of 96 devices have enough memory: a search that tries smaller parts first may not come so far."""
+    rng = random.Random(1)
+    profile, workload = random_cluster(rng, 24, 4, kinds=2), random_workload(rng, 12, 8)
+    need = sum(4 * layer.parameter_bytes + 3 * layer.activation_bytes for layer in workload.layers)
+    profile = with_devices(profile, memory_bytes=int(0.08 * need))
+    tried, solved = [], exact._solved
+    monkeypatch.setattr(exact, "_solved", lambda part, started: tried.append(part) or solved(part, started))
+    found = hwaware.plan(workload, profile, num_microbatches=32, objective="per-device", time_limit_s=2.0)
+    assert found.status == "feasible"
+    _, first, *others = tried
+    assert all(short_of_memory(part) is None for part in (first, *others))
+    assert len(first.costs.devices) == max(len(part.costs.devices) for part in (first, *others)) < 96
 
 
 def test_a_large_cluster_is_planned_in_time():
