@@ -214,9 +214,8 @@ def main(options: List[str]) -> None:
     if hasattr(services, "get_node"):  # what `ray start` calls again and again for 30 s
         services.get_node = patient(services.get_node, JOIN_LIMIT_S)
 
-    write_port = getattr(_raylet, "persist_port", None)
-    if write_port is not None:  # Rays that write ports to files
-        name = getattr(_raylet, "DASHBOARD_AGENT_LISTEN_PORT_NAME")  # noqa: B009 - Ray's types lack it
+    write_port, name = (getattr(_raylet, one, None) for one in ("persist_port", "DASHBOARD_AGENT_LISTEN_PORT_NAME"))
+    if write_port is not None and name is not None:  # Rays that write ports to files
         services.start_raylet = announcing(services.start_raylet, write_port, name)
 
     known = {name for parameter in scripts.start.params for name in parameter.opts}
