@@ -185,20 +185,17 @@ class _Scale:
         # The costs in front of each cut, once a step included, whatever the slowest stage.
         front = self.lower(of._replace(low=0.0), of.prices)[2][0]
         units, paid = len(self.fleet.units), of.prices[self.ways.kind] * self.ways.devices
-        width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
-        labels, fill = kernels.beam_labels(4 * width, self.layers, units), 1
+        width = max(1, min(width, MOST_USED // (6 * units * (self.layers + 1))))
+        labels = kernels.beam_labels(6 * width, self.layers, units)
         for cut in range(self.layers, 0, -1):
             if not self.time_left():
                 return
-            fill = kernels.beam(
-                cut, self.ways, of.stages, self.fleet.of_units, paid, front, of.high, width, labels, fill
-            )
-        for k in np.argsort(labels.pool_score[0, : labels.counts[0]])[:40]:
-            made, label = [], int(labels.pool_label[0, k])
-            while label > 0:
-                first, end, template, unit, parent, _ = labels.integers[label].tolist()
+            kernels.beam(cut, self.ways, of.stages, self.fleet.of_units, paid, front, of.high, width, labels)
+        for label in np.argsort(labels.score[: labels.counts[0]])[:40].tolist():
+            made = []
+            while labels.integers[label, 0] < self.layers:
+                first, end, template, unit, label, _ = labels.integers[label].tolist()
                 made.append((first, end, template, unit))
-                label = parent
             self.keep(made)
 
     def keep(self, stages: Built) -> None:

@@ -53,15 +53,14 @@ class Units(NamedTuple):
 
 
 class BeamLabels(NamedTuple):
-    """Hold rear parts of pipelines, and for each cut the kept ones."""
+    """Hold rear parts of pipelines; those that begin at a cut have `room` rows from cut x room."""
 
     integers: Any  # [label] (first, end, template, unit, parent, stages)
-    sums: Any  # [label] of its stages and sends
-    paid: Any  # [label] prices of its devices
+    sums: Any  # [label] of its stages, sends and prices of devices
+    score: Any  # [label] the sum, and the least cost still to come
     used: Any  # [label, unit] devices that it uses
-    pool_score: Any  # [L + 1] of each cut a heap of labels, the worst one first
-    pool_label: Any  # [L + 1] the heap's labels
-    counts: Any  # [L + 1] size of the heap
+    counts: Any  # [L + 1] labels of each cut
+    worst: Any  # [L + 1] score from which on a cut keeps no label
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -201,35 +200,23 @@ def pipelines_below(
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _insert(labels: BeamLabels, cut: int, score: float, label: int) -> None:
-    """Keep the label among those of its cut. A full heap gives up its root, the label with the worst score."""
-    scores, kept = labels.pool_score[cut], labels.pool_label[cut]
-    k = labels.counts[cut]
-    if k < len(scores):  # the place rises from the end
-        labels.counts[cut] += 1
-        while k > 0 and scores[(k - 1) // 2] < score:
-            scores[k], kept[k] = scores[(k - 1) // 2], kept[(k - 1) // 2]
-            k = (k - 1) // 2
-    else:  # the worst one's place sinks from the root
-        k, child = 0, 1
-        while child < len(scores):
-            if child + 1 < len(scores) and scores[child + 1] > scores[child]:
-                child += 1
-            if scores[child] <= score:
-                break
-            scores[k], kept[k] = scores[child], kept[child]
-            k, child = child, 2 * child + 1
-    scores[k], kept[k] = score, label
+def _thin_out(labels: BeamLabels, cut: int) -> None:
+    """Keep two thirds of a cut's full room: the labels with the least scores."""
+    room = labels.sums.shape[0] // labels.counts.shape[0]
+    best = cut * room + np.argsort(labels.score[cut * room : (cut + 1) * room])[: 2 * room // 3]
+    kept = slice(cut * room, cut * room + len(best))
+    labels.integers[kept], labels.used[kept] = labels.integers[best], labels.used[best]
+    labels.sums[kept], labels.score[kept] = labels.sums[best], labels.score[best]
+    labels.counts[cut], labels.worst[cut] = len(best), labels.score[kept.stop - 1]
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _distinct(labels: BeamLabels, cut: int, u: Units, width: int) -> Any:
     """Return the `width` labels of a cut with the least scores, each with another use of devices."""
     chosen, seen = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
-    count, places = 0, np.arange(1, u.kind.shape[0] + 1)
+    count, places, start = 0, np.arange(1, u.kind.shape[0] + 1), cut * (labels.sums.shape[0] // labels.counts.shape[0])
     weights = (u.kind + 1) * 1000003 if u.alike else places * 1000003 + 7919 * (places - 1) ** 2
-    for rank in np.argsort(labels.pool_score[cut, : labels.counts[cut]]):
-        label = labels.pool_label[cut, rank]
+    for label in start + np.argsort(labels.score[start : start + labels.counts[cut]]):
         taken = labels.used[label].astype(np.int64)
         signature = np.int64(labels.integers[label, 2]) * 31 + (taken * weights + taken * taken * 17).sum()
         if (seen[:count] == signature).any():
@@ -241,35 +228,32 @@ def _distinct(labels: BeamLabels, cut: int, u: Units, width: int) -> Any:
     return chosen[:count]
 
 
-def beam_labels(capacity: int, layers: int, units: int) -> BeamLabels:
+def beam_labels(room: int, layers: int, units: int) -> BeamLabels:
     """Return the labels of a `beam`, with only the empty pipeline."""
-    rows = 1 + capacity * (layers + 1)
+    rows, root = room * (layers + 1), room * layers
     labels = BeamLabels(
         integers=np.empty((rows, 6), dtype=np.int32),
         sums=np.zeros(rows),
-        paid=np.zeros(rows),
+        score=np.zeros(rows),
         used=np.zeros((rows, units), dtype=np.int16),
-        pool_score=np.empty((layers + 1, capacity)),
-        pool_label=np.empty((layers + 1, capacity), dtype=np.int32),
         counts=np.zeros(layers + 1, dtype=np.int64),
+        worst=np.full(layers + 1, np.inf),
     )
-    labels.integers[0] = (layers, layers, -1, -1, -1, 0)
-    labels.pool_score[layers, 0], labels.pool_label[layers, 0], labels.counts[layers] = 0.0, 0, 1
+    labels.integers[root], labels.counts[layers] = (layers, layers, -1, -1, -1, 0), 1
     return labels
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def beam(
-    cut: int, w: Ways, s: Stages, u: Units, price: Any, front: Any, high: float, width: int, labels: BeamLabels,
-    fill: int,
-) -> int:  # fmt: skip
+    cut: int, w: Ways, s: Stages, u: Units, price: Any, front: Any, high: float, width: int, labels: BeamLabels
+) -> None:
     """Build on the pipelines that begin at a cut, with all stages and sends within `high`, on real units.
 
-    A label is a pipeline's rear part; cuts come from the last to the first. Each cut keeps the labels with the least
-    sums, prices, and costs still to come by `front` (of `least_priced`). It builds on `width` labels. Return the number
-    of labels; those of cut 0 are complete.
+    A label is a pipeline's rear part; cuts come from the last to the first, and those of cut 0 are complete. Each cut
+    keeps the labels with the least sums and costs still to come by `front` (of `least_priced`). It builds on `width`
+    labels.
     """
-    units, rows, capacity = u.kind.shape[0], labels.integers.shape[0], labels.pool_score.shape[1]
+    units, room = u.kind.shape[0], labels.sums.shape[0] // labels.counts.shape[0]
     integers, used = labels.integers, labels.used
     untouched, like_counts = np.empty(units, dtype=np.int64), np.empty(units, dtype=np.int64)
     for label in _distinct(labels, cut, u, width):
@@ -307,21 +291,17 @@ def beam(
                     if s.turn[k] > high or s.most[k] < w.in_flight[position]:
                         continue
                     first = s.rows[k, 0]
-                    total, paid = labels.sums[label] + s.turn[k] + send, labels.paid[label] + price[o]
+                    total = labels.sums[label] + s.turn[k] + send + price[o]
                     score = total + (s.once[k] if first == 0 else front[first, w.port[o]])
-                    if score == np.inf or fill >= rows:
+                    if not score < labels.worst[first]:
                         continue
-                    score += paid
-                    slot = fill
-                    if labels.counts[first] == capacity:
-                        if score >= labels.pool_score[first, 0]:
-                            continue
-                        slot = labels.pool_label[first, 0]  # the worst one's place
-                    else:
-                        fill += 1
+                    if labels.counts[first] == room:
+                        _thin_out(labels, first)
+                    slot = first * room + labels.counts[first]
+                    labels.counts[first] += 1
                     integers[slot, 0], integers[slot, 1], integers[slot, 2] = first, cut, o
                     integers[slot, 3], integers[slot, 4], integers[slot, 5] = unit, label, position + 1
-                    labels.sums[slot], labels.paid[slot] = total, paid
+                    labels.sums[slot], labels.score[slot] = total, score
                     used[slot] = used[label]
                     if whole <= 1:
                         used[slot, unit] += w.devices[o]
@@ -331,5 +311,3 @@ def beam(
                             if left > 0 and u.like[v] == u.like[unit] and used[slot, v] == 0:
                                 used[slot, v] = u.size[v]
                                 left -= 1
-                    _insert(labels, first, score, slot)
-    return fill
