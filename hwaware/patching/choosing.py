@@ -19,6 +19,11 @@ LOG = logging.getLogger("hwaware")
 _SAME = 1e-9
 # The most stages that the log line names.
 _MOST_SHOWN = 16
+# The remedy inside a program, which has no command to change.
+_FIX = (
+    "use smaller microbatches (a larger num_micro_batches), more layers to cut at, rematerialisation, fewer excluded "
+    "hosts, or devices with more memory."
+)
 # Solvers that search for nothing. A program that names one wants its mapping.
 _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 
@@ -46,7 +51,7 @@ def best_plan(
     from hwaware.patching.steady import steadiest
     from hwaware.placement import alpa_mapping
     from hwaware.placement.choices import remaining, with_reserve
-    from hwaware.placement.infeasible import FIX, FIX_OF_PROGRAM
+    from hwaware.placement.infeasible import FIX
 
     asked: Dict[str, Any] = {
         "num_microbatches": arguments["num_micro_batches"],
@@ -64,8 +69,8 @@ def best_plan(
             left = with_reserve(remaining(profile, exclude), settings.reserve_bytes)
             plan = steadiest(plan, workload, left, rule)
     if plan.status == "infeasible":
-        what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
-        raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)
+        what, _, fix = (plan.reason or "no reason given.").replace(FIX, _FIX).partition(" To fix: ")
+        raise InfeasibleError(f"The model fits on no placement: {what}", fix or _FIX)
     asker = f"solver={settings.solver!r}" if settings.solver in _MAPPINGS else "exclude" if settings.exclude else None
     # Alpa's search may find nothing. Its mapping may need too much memory, or a link that the profile lacks.
     return _better(plan, None if alpas.status == "infeasible" else alpas, asker, workload, profile, level)

@@ -49,7 +49,7 @@ def cluster_jaxpr_by_cost(_original: Any) -> Callable[..., Any]:
 
 def _cut(jaxpr: Any, count: int, costs: Any, limit: float) -> Optional[Tuple[Any, Any]]:
     """Return the operations of each layer, and their cost in Alpa's form; None if the limit allows no cut."""
-    from hwaware.placement.alpa_kernels import layer_ends
+    from hwaware.tracing.cutting_kernels import layer_ends
 
     products, crossing_bytes, work = costs
     fewest = min(_FEWEST_PRODUCTS, int(sum(products) / count))

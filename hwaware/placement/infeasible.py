@@ -17,11 +17,6 @@ FIX = (
     "use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
     "or a model with smaller layers."
 )
-# The same inside a program, which has no command to change.
-FIX_OF_PROGRAM = (
-    "use smaller microbatches (a larger num_micro_batches), more layers to cut at, rematerialisation, fewer excluded "
-    "hosts, or devices with more memory."
-)
 # Where parameters and optimizer states alone do not fit, the size of a microbatch changes nothing.
 FIX_OF_STATE = (
     "use more or larger devices, fewer excluded hosts, or a model with smaller layers. Smaller microbatches do not "
