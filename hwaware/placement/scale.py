@@ -93,16 +93,14 @@ class _Scale:
     def time_left(self) -> bool:
         return time.monotonic() < self.deadline
 
-    def _rules(self, low: float) -> Tuple[float, float, float, float, float, float]:
-        """Return how stages count in front of the slowest and behind (weight, less), and it (fixed, per longer)."""
+    def _rules(self, low: float) -> Tuple[float, float, float, float]:
+        """Return how stages behind the slowest count (weight, less), and it (fixed, per longer)."""
         count = self.problem.num_microbatches
         if self.turns and count > self.most_stages:
             # one_f_one_b_s with i = j = the slowest stage: fill + 2 R + c (B - w + 1).
-            return 1.0, 0.0, 2.0, low, count * low, 0.0
-        if self.turns:
-            # In every case fill + c + R + (B - 1) max(f, b).
-            return 1.0, 0.0, 1.0, 0.0, low, float(count - 1)
-        return 1.0, 0.0, 1.0, 0.0, count * low, 0.0
+            return 2.0, low, count * low, 0.0
+        # 1F1B takes in every case fill + c + R + (B - 1) max(f, b).
+        return (1.0, 0.0, low, float(count - 1)) if self.turns else (1.0, 0.0, count * low, 0.0)
 
     def lower(self, of: _Interval, prices: FloatArray) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""

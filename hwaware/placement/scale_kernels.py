@@ -67,9 +67,8 @@ class BeamLabels(NamedTuple):
 def least_priced(w: Ways, s: Stages, price: Any, low: float, high: float, rules: Any) -> Tuple[float, Any, Any]:
     """Return the least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
 
-    `rules` says how stages count. One in front of the slowest counts `weight` (c + sends) - `less`, one behind it
-    `after_weight` (c + sends) - `after_less`. The slowest counts `bottleneck` + `per_longer` x max(f, b). `price` is
-    that of all devices of each template.
+    `rules` says how stages count. One in front of the slowest counts c + sends, one behind it `weight` (c + sends) -
+    `less`. The slowest counts `bottleneck` + `per_longer` x max(f, b). `price` is that of all devices of each template.
 
     Returns:
         The value, the stages as rows of (first, end, template), and the least cost in front of each cut. The last
@@ -91,7 +90,7 @@ def least_priced(w: Ways, s: Stages, price: Any, low: float, high: float, rules:
         for phase in range(2 if end < layers else 0):
             for front in range(ports):
                 if value[phase, end, front] < np.inf:
-                    send = rules[2 * phase] * w.link[front, :, end - 1]
+                    send = (rules[0] if phase else 1.0) * w.link[front, :, end - 1]
                     at_port[phase, end] = np.minimum(at_port[phase, end], value[phase, end, front] + send)
     port = int(np.argmin(value[1, layers]))
     best, stages = value[1, layers, port], np.empty((layers, 3), dtype=np.int64)
@@ -101,7 +100,8 @@ def least_priced(w: Ways, s: Stages, price: Any, low: float, high: float, rules:
         stages[count] = s.rows[k]
         count, end = count + 1, s.rows[k, 0]
         if end > 0:
-            port = int(np.argmin(value[phase, end] + rules[2 * phase] * w.link[:, port, end - 1]))
+            weight = rules[0] if phase else 1.0
+            port = int(np.argmin(value[phase, end] + weight * w.link[:, port, end - 1]))
     return best, stages[:count][::-1].copy(), at_port
 
 
@@ -121,10 +121,9 @@ def _fewest_behind(s: Stages, high: float) -> Any:
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _added(s: Stages, k: int, price: float, low: float, rules: Any) -> Tuple[float, float, float]:
     """Return what a stage adds in front of the slowest, as the slowest, and behind it; see `least_priced`."""
-    weight, less, after_weight, after_less, bottleneck, per_longer = rules
-    c, once = s.turn[k], price + s.once[k]
+    (weight, less, bottleneck, per_longer), c, once = rules, s.turn[k], price + s.once[k]
     slowest = once + bottleneck + per_longer * s.longer[k] if c >= low else np.inf
-    return once + weight * c - less, slowest, once + after_weight * c - after_less
+    return once + c, slowest, once + weight * c - less
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -138,7 +137,7 @@ def least_through(w: Ways, s: Stages, price: Any, low: float, high: float, rules
         for phase in range(2 if end < layers else 0):
             for port in range(ports):
                 if value[phase, end, port] < np.inf:
-                    send = rules[2 * (1 - phase)] * w.link[:, port, end - 1]
+                    send = (1.0 if phase else rules[0]) * w.link[:, port, end - 1]
                     at_front[phase, end] = np.minimum(at_front[phase, end], value[phase, end, port] + send)
         for k in range(s.at[end], s.at[end + 1]):
             if s.turn[k] <= high and s.most[k] >= w.in_flight[fewest[end]]:
@@ -180,7 +179,7 @@ def pipelines_below(
                 if not enough or s.turn[k] > high:
                     continue
                 if cut < layers:
-                    total += rules[2 - 2 * phase] * w.link[port, w.port[s.rows[parts[part, 1], 2]], cut - 1]
+                    total += (1.0 if phase else rules[0]) * w.link[port, w.port[s.rows[parts[part, 1], 2]], cut - 1]
                 before, slowest, behind = _added(s, k, paid[o], low, rules)
                 for then in range(phase, 2):
                     after = total + (before if phase == 1 else slowest if then == 1 else behind)

@@ -300,7 +300,7 @@ def test_units_are_like_devices_of_one_host():
 
 def all_pipelines(search, of, prices):
     """Return all pipelines of an interval with their bounds, as (priced, without prices, used devices, stages)."""
-    weight, less, after_weight, after_less, fixed, per_longer = search._rules(of.low)
+    weight, less, fixed, per_longer = search._rules(of.low)
     stages, ways, layers = of.stages, search.ways, len(of.stages.at) - 2
     by_end = {end: range(stages.at[end], stages.at[end + 1]) for end in range(1, layers + 1)}
 
@@ -324,9 +324,9 @@ def all_pipelines(search, of, prices):
                 front, behind = list(made[:place]), list(made[place + 1 :])
                 sums.append(
                     sum(stages.once[list(made)])
-                    + weight * (sum(stages.turn[front]) + sum(sends[:place])) - less * len(front)
+                    + sum(stages.turn[front]) + sum(sends[:place])
                     + fixed + per_longer * stages.longer[slowest]
-                    + after_weight * (sum(stages.turn[behind]) + sum(sends[place:])) - after_less * len(behind)
+                    + weight * (sum(stages.turn[behind]) + sum(sends[place:])) - less * len(behind)
                 )  # fmt: skip
         if min(sums) < math.inf:
             yield min(sums) + prices @ (used - search.fleet.counts), min(sums), used, made
