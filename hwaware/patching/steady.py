@@ -6,15 +6,17 @@ pipelines. `hwaware.costs.intervals.late_s` gives these waits by simulation, too
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Dict, Iterator, List, Optional, Tuple
+import heapq
+import time
+from itertools import accumulate, islice
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.costs.intervals import late_s
-from hwaware.costs.stages import located
+from hwaware.costs.stages import LocatedStage, Replicas, located
 from hwaware.placement.improve import Judge, State
 from hwaware.placement.problem import Answer, Problem, StageRule, priced
 from hwaware.plans import Plan
@@ -24,8 +26,12 @@ from hwaware.workload import Workload
 _DEARER = 0.06
 # A gain that is smaller is rounding.
 _LEAST = 1e-6
-# A longer pipeline has too many neighbours to simulate.
-_MOST_STAGES = 64
+# Changes of all pairs of stages up to the square root of this number of stages, and of fewer in longer pipelines.
+_MOST_NEAR = 128
+# So many stages are priced to find plans of near prices: a third of a second.
+_MOST_PRICED = 30_000
+# A longer pipeline has too many changes to simulate. The simulations of one end after this time.
+_MOST_STAGES, _LIMIT_S = 64, 5.0
 # Noise of measurements moves the prices of like devices by so much. Unlike links move them by 0.4 to 1 %.
 _EQUAL = 0.003
 # Choices of like devices to price: all of five. On 64 devices, they take 0.15 s.
@@ -36,10 +42,11 @@ def steadiest(
     plan: Plan, workload: Workload, profile: ClusterProfile, rule: Optional[StageRule] = None,
     most_devices: Optional[int] = None,
 ) -> Plan:  # fmt: skip
-    """Return the plan of the shortest likely step that small changes lead to, each shorter than the one before.
+    """Return the plan of the shortest likely step that few changes lead to.
 
-    A change merges two neighbours on the devices of one, or moves a layer from a stage to a neighbour. It may also let
-    two neighbours exchange their places.
+    A change moves a stage to another place, or a layer from one stage to another. Or it merges two neighbours on the
+    devices of one. It may also let two stages exchange their places, or their devices alone. The search first prices
+    plans that several changes lead to, and simulates the cheapest ones. Then it takes every change that helps.
 
     At the end, devices of one kind take each other's places. The first choice in the order of the profile wins that
     raises the price by at most 0.3 %. So measured times that scatter a little lead to the same devices. The result
@@ -74,14 +81,18 @@ def steadiest(
     def usual_s(one: State) -> float:
         return judge.price(one).value + late_s(problem.plan(one), workload, profile)
 
-    most_s, best, best_s = (1 + _DEARER) * judge.price(state).value, state, usual_s(state)
-    while True:
-        near = [one for one in _changes(best) if judge.may_run(one) and not judge.price(one).misfit]
-        times = {one: usual_s(one) for one in near if judge.price(one).value <= most_s}
-        found = min(times, key=times.__getitem__, default=best)
-        if times.get(found, best_s) >= best_s * (1 - _LEAST):
-            break
-        best, best_s = found, times[found]
+    most_s, until = (1 + _DEARER) * judge.price(state).value, time.monotonic() + _LIMIT_S
+    best, best_s, near = state, usual_s(state), _near(state, judge)
+    while near and time.monotonic() < until:
+        found = best
+        for one in near:
+            if judge.price(one).value > min(most_s, best_s) or time.monotonic() > until:  # waits only add to a price
+                break
+            one_s = usual_s(one)
+            if one_s < best_s * (1 - _LEAST):
+                found, best_s = one, one_s
+        fitting = (one for one in _changes(found) if not judge.price(one).misfit)
+        near, best = [] if found is best else sorted(fitting, key=judge.price), found
     best = _first_of_equals(best, judge, profile)
     if best == state:
         return plan
@@ -125,15 +136,39 @@ def _on_devices(state: State, others: Dict[str, str]) -> State:
     )
 
 
+def _near(state: State, judge: Judge) -> List[State]:
+    """Return states that few changes lead to, by changes of the cheapest ones first."""
+    seen, waiting = {state: judge.price(state)}, [(judge.price(state), 0, state)]
+    while waiting and len(seen) * len(state) < _MOST_PRICED:
+        for one in _changes(heapq.heappop(waiting)[2]):
+            if one not in seen:
+                seen[one] = judge.price(one)
+                if not seen[one].misfit:
+                    heapq.heappush(waiting, (seen[one], len(seen), one))
+    return sorted((one for one, price in seen.items() if not price.misfit), key=seen.__getitem__)
+
+
 def _changes(state: State) -> Iterator[State]:
-    """Yield the states that one change leads to."""
-    for k, (left, right) in enumerate(zip(state, state[1:])):
-        before, after = state[:k], state[k + 2 :]
-        for stage in (left, right):
-            yield (*before, replace(stage, first=left.first, last=right.last), *after)
-        cut = left.first + right.last - right.first
-        moved = replace(right, first=left.first, last=cut), replace(left, first=cut + 1, last=right.last)
-        yield (*before, *moved, *after)
-        for cut in (left.last - 1, left.last + 1):
-            if left.first <= cut < right.last:
-                yield (*before, replace(left, last=cut), replace(right, first=cut + 1), *after)
+    """Yield the states that one change leads to; in long pipelines, those of stages that are near each other."""
+    layers, groups = [stage.last - stage.first + 1 for stage in state], [stage.replicas for stage in state]
+    count, reach = len(state), max(1, _MOST_NEAR // len(state))
+    for i in range(count):
+        for j in range(max(0, i - reach), min(count, i + reach + 1)):
+            if layers[i] > 1 and i != j:
+                yield _laid([own - (k == i) + (k == j) for k, own in enumerate(layers)], groups)
+            moved, exchanged = list(range(count)), list(range(count))
+            moved.insert(j, moved.pop(i))
+            exchanged[i], exchanged[j] = j, i
+            for order in (moved, exchanged) if i < j else (moved,) if j < i else ():
+                yield _laid([layers[k] for k in order], [groups[k] for k in order])
+            if i < j:
+                yield _laid(layers, [groups[k] for k in exchanged])
+        for kept in groups[i : i + 2] if i + 1 < count else ():
+            merged = [*layers[:i], layers[i] + layers[i + 1], *layers[i + 2 :]]
+            yield _laid(merged, [*groups[:i], kept, *groups[i + 2 :]])
+
+
+def _laid(layers: Sequence[int], groups: Sequence[Replicas]) -> State:
+    """Return stages with so many layers each, on these groups of devices."""
+    ends = accumulate(layers)
+    return tuple(LocatedStage(end - own, end - 1, group) for end, own, group in zip(ends, layers, groups))
