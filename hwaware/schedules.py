@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Tuple
 
 from hwaware.plans import Schedule
 
 # A pass is 2 x microbatch, plus 1 for the backward pass.
 Pass = int
-Both = Tuple[Sequence[float], Sequence[float]]  # for forward and for backward passes
+# For forward and for backward passes, a number for each stage or boundary, or a column with one for each pipeline.
+Both = Any
 
 
 def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -> List[Pass]:
@@ -41,14 +42,15 @@ def varied_steps_s(
     schedule: Schedule,
     microbatches: int,
     passes_s: Both,
-    deviations_s: Sequence[float],
+    deviations_s: Any,
     messages_s: Both,
     ahead_s: Both,
     steps: int,
 ) -> Any:
     """Simulate steps whose passes vary, and return the time [s] from the first pass of each step to its last.
 
-    A pass takes a normally distributed time. A message leaves when its pass ends, and after the one before it.
+    A pass takes a normally distributed time. A message leaves when its pass ends, and after the one before it. Columns
+    in place of numbers, [k, 1], simulate k pipelines, with the same random numbers for all.
 
     Args:
         schedule: Gives the order of the passes.
@@ -60,7 +62,7 @@ def varied_steps_s(
         steps: Number of steps.
 
     Returns:
-        A NumPy array with a time for each step; the same for the same arguments.
+        A NumPy array with a time for each step, or [k, steps]; the same for the same arguments.
 
     Example:
         >>> varied_steps_s("1f1b", 2, ([1.0, 1.0], [2.0, 2.0]), [0.0, 0.0], ([0.5], [0.5]), ([0.0], [0.0]), 1)

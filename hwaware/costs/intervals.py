@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, Literal, NamedTuple, Optional, Tuple
+from typing import Dict, List, Literal, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.evaluate import evaluate, prepared_for, price_stages
@@ -87,21 +89,30 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
 
 def late_s(plan: Plan, workload: Workload, profile: ClusterProfile) -> float:
     """Return the mean time [s] that varying passes add to a step."""
-    costs, stages = prepared_for(plan, workload, profile), len(plan.stages)
-    located = check_plan(plan, costs)
-    deviations = [max(costs.sums(*one, len(each.replicas)).deviation_s for one in each.replicas) for each in located]
-    if not any(deviations):
-        return 0.0
-    count = min(plan.num_microbatches, max(stages, _PASSES // (2 * stages)))
-    found = price_stages(located, count, costs)
-    left = found.there_s, found.back_s
-    ahead = tuple([one - other for one, other in zip(*both)] for both in zip(found.sent_s, left))
-    given = plan.schedule, count, (found.forward_s, found.backward_s)
+    return lates_s([plan], workload, profile)[0]
+
+
+def lates_s(plans: Sequence[Plan], workload: Workload, profile: ClusterProfile) -> List[float]:
+    """Return `late_s` of plans that differ in layers and devices alone. To simulate all at once takes hardly longer."""
+    costs, given, stages = prepared_for(plans[0], workload, profile), plans[0], len(plans[0].stages)
+    located = [check_plan(plan, costs) for plan in plans]
+    deviations = np.array([
+        [max(costs.sums(*one, len(each.replicas)).deviation_s for one in each.replicas) for each in own]
+        for own in located
+    ])  # fmt: skip
+    if not deviations.any():
+        return [0.0] * len(plans)
+    count = min(given.num_microbatches, max(stages, _PASSES // (2 * stages)))
+    found = (price_stages(own, count, costs) for own in located)
+    times = (((one.forward_s, one.backward_s), one.sent_s, (one.there_s, one.back_s)) for one in found)
+    # Both ways, by stage or boundary, a column with a row for each plan.
+    passes, sent, left = (np.array(each).transpose(1, 2, 0)[..., None] for each in zip(*times))
     usual, varied = (
-        varied_steps_s(*given, by, found.sent_s, (ahead[0], ahead[1]), steps).mean()
-        for by, steps in (([0.0] * stages, 1), (deviations, _STEPS))
+        varied_steps_s(given.schedule, count, passes, by, sent, sent - left, steps).mean(axis=-1)
+        for by, steps in ((np.zeros(stages), 1), (deviations.T[..., None], _STEPS))
     )
-    return max(0.0, float(varied - usual)) * plan.num_microbatches / count
+    late: List[float] = (np.maximum(0.0, varied - usual) * given.num_microbatches / count).tolist()
+    return late
 
 
 def described(interval: Interval) -> str:

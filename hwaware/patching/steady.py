@@ -1,21 +1,22 @@
 """Find the plan with the shortest likely step among those whose prices are nearly the best.
 
 A price takes all passes of a stage for equally long. In fact they vary, and stages wait for late ones, longer in longer
-pipelines. `hwaware.costs.intervals.late_s` gives these waits by simulation, too slowly for a search.
+pipelines. `hwaware.costs.intervals.lates_s` gives these waits by simulation, too slowly for a search.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import time
-from itertools import accumulate, islice
+from itertools import accumulate, groupby, islice
 from typing import Dict, Iterator, List, Optional, Sequence, Tuple
 
 from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
-from hwaware.costs.intervals import late_s
+from hwaware.costs.intervals import lates_s
 from hwaware.costs.stages import LocatedStage, Replicas, located
 from hwaware.placement.improve import Judge, State
 from hwaware.placement.problem import Answer, Problem, StageRule, priced
@@ -30,8 +31,10 @@ _LEAST = 1e-6
 _MOST_NEAR = 128
 # So many stages are priced to find plans of near prices: a third of a second.
 _MOST_PRICED = 30_000
+# So many are simulated at once: 0.1 GiB for the longest pipelines.
+_AT_ONCE = 32
 # A longer pipeline has too many changes to simulate. The simulations of one end after this time.
-_MOST_STAGES, _LIMIT_S = 64, 5.0
+_MOST_STAGES, _LIMIT_S = 64, 10.0
 # Noise of measurements moves the prices of like devices by so much. Unlike links move them by 0.4 to 1 %.
 _EQUAL = 0.003
 # Choices of like devices to price: all of five. On 64 devices, they take 0.15 s.
@@ -77,22 +80,27 @@ def steadiest(
     costs = PreparedCosts(workload, profile, plan.schedule)
     problem = Problem(costs, plan.num_microbatches, most_devices=most_devices, rule=rule)
     state, judge = located(plan), Judge(problem)
-
-    def usual_s(one: State) -> float:
-        return judge.price(one).value + late_s(problem.plan(one), workload, profile)
-
     most_s, until = (1 + _DEARER) * judge.price(state).value, time.monotonic() + _LIMIT_S
-    best, best_s, near = state, usual_s(state), _near(state, judge)
-    while near and time.monotonic() < until:
-        found = best
-        for one in near:
-            if judge.price(one).value > min(most_s, best_s) or time.monotonic() > until:  # waits only add to a price
-                break
-            one_s = usual_s(one)
-            if one_s < best_s * (1 - _LEAST):
-                found, best_s = one, one_s
-        fitting = (one for one in _changes(found) if not judge.price(one).misfit)
-        near, best = [] if found is best else sorted(fitting, key=judge.price), found
+
+    def shortest(states: List[State], best: State, best_s: float) -> Tuple[State, float]:
+        """Return the state of the shortest likely step, with this, of some states and the best one so far."""
+        for alike in _alike(states):
+            some = [one for one in alike if judge.price(one).value <= min(most_s, best_s)]  # waits only add to a price
+            if some and (math.isinf(best_s) or time.monotonic() < until):
+                late = lates_s([problem.plan(one) for one in some], workload, profile)
+                usual = {one: judge.price(one).value + more_s for one, more_s in zip(some, late)}
+                least = min(some, key=usual.__getitem__)
+                if usual[least] < best_s * (1 - _LEAST):
+                    best, best_s = least, usual[least]
+        return best, best_s
+
+    best, best_s = shortest([state], state, math.inf)
+    priced_stages = 1
+    while priced_stages:
+        found, best_s = shortest(_near(best, judge, priced_stages), best, best_s)
+        # One change after the other; where none helps, several at once.
+        priced_stages = 1 if found != best else _MOST_PRICED if priced_stages == 1 else 0
+        best = found
     best = _first_of_equals(best, judge, profile)
     if best == state:
         return plan
@@ -136,16 +144,23 @@ def _on_devices(state: State, others: Dict[str, str]) -> State:
     )
 
 
-def _near(state: State, judge: Judge) -> List[State]:
-    """Return states that few changes lead to, by changes of the cheapest ones first."""
+def _near(state: State, judge: Judge, stages: int) -> List[State]:
+    """Return states that changes lead to, by price: those of one, then of the cheapest ones, up to so many stages."""
     seen, waiting = {state: judge.price(state)}, [(judge.price(state), 0, state)]
-    while waiting and len(seen) * len(state) < _MOST_PRICED:
+    while waiting and (len(seen) == 1 or len(seen) * len(state) < stages):
         for one in _changes(heapq.heappop(waiting)[2]):
             if one not in seen:
                 seen[one] = judge.price(one)
                 if not seen[one].misfit:
                     heapq.heappush(waiting, (seen[one], len(seen), one))
     return sorted((one for one, price in seen.items() if not price.misfit), key=seen.__getitem__)
+
+
+def _alike(states: Sequence[State]) -> Iterator[List[State]]:
+    """Yield states to simulate at once: some that follow each other, and have equally many stages."""
+    for start in range(0, len(states), _AT_ONCE):
+        for _, alike in groupby(sorted(states[start : start + _AT_ONCE], key=len), key=len):
+            yield list(alike)
 
 
 def _changes(state: State) -> Iterator[State]:
