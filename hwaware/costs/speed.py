@@ -74,18 +74,9 @@ def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
     if result.profile is None or result.workload is None:
         return mapping.predicted_step_s * factor
     before = evaluate(mapping.plan, result.workload, result.profile)
-    now = evaluate(mapping.plan, *at_speed(result.workload, result.profile, factor, medians(mapping.slowdowns)))
+    of_kinds = {kind: statistics.median(factors) for kind, factors in mapping.slowdowns.items()}
+    now = evaluate(mapping.plan, *at_speed(result.workload, result.profile, factor, of_kinds))
     return mapping.predicted_step_s * (now.step_s / before.step_s if before.step_s > 0 else factor)
-
-
-def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
-    """Return one factor for each kind of device, from those beside the steps.
-
-    Example:
-        >>> medians({"fast": (1.0, 1.1, 1.5)})
-        {'fast': 1.1}
-    """
-    return {kind: statistics.median(factors) for kind, factors in slowdowns.items()}
 
 
 def _slower_device(device: Device, factor: float) -> Device:

@@ -33,13 +33,12 @@ def proportional(problem: Problem) -> Answer:
     the slowest devices stay idle.
     """
     costs = problem.costs
-    layers = len(costs.workload.layers)
-    sums = {device.id: costs.sums((device.id,)) for device in costs.profile.devices}
-    whole = {device: costs.whole_s(device) for device in sums}
-    kept = set(sorted(whole, key=lambda device: whole[device])[:layers])
+    whole = {device.id: costs.whole_s(device.id) for device in costs.profile.devices}
+    kept = set(sorted(whole, key=whole.__getitem__)[: len(costs.workload.layers)])
     used = [device for device in whole if device in kept]
+    sums = [costs.sums((device,)) for device in used]
     # The part of the whole model that the layers before l are, in the mean of the devices.
-    reached = [(np.array(sums[d].forward_s) + np.array(sums[d].backward_s)) / (whole[d] or 1.0) for d in used]
+    reached = [(np.array(s.forward_s) + np.array(s.backward_s)) / (whole[d] or 1.0) for d, s in zip(used, sums)]
     parts = np.mean(reached, axis=0)
     speeds = [1.0 / whole[device] if whole[device] > 0 else 1.0 for device in used]
     return Answer(_plan(problem, used, _proportional_cuts(parts, speeds)))

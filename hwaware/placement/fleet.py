@@ -56,8 +56,6 @@ class Fleet(NamedTuple):
     ways: Ways  # the templates as the kernels read them
     stages: Stages  # that have as much memory as one microbatch needs
     of_units: Units  # the units as the kernels read them
-    sends_s: FloatArray  # [shares, L, classes]
-    backs_s: FloatArray  # [shares, L, classes]
     least_s: FloatArray  # [there or back, ports, ports, L] the least between templates
     sizes_alike: bool  # all units of a type have equally many devices
     complete: bool  # the templates are all that exist
@@ -107,12 +105,10 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
             like=np.unique([kinds, size], axis=1, return_inverse=True)[1].reshape(-1),
             first=np.searchsorted(kinds, np.arange(len(types) + 1)),
             between=sends.of_units,
-            both=sends_s + backs_s,
-            slower=np.maximum(sends_s, backs_s),
+            there=sends_s,
+            back=backs_s,
             alike=uniform,
         ),
-        sends_s=sends_s,
-        backs_s=backs_s,
         least_s=least_s,
         sizes_alike=sizes_alike,
         complete=every and max(map(len, types)) <= MOST_LISTED,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from typing import Sequence
+from typing import Sequence, Tuple
 
 import msgspec
 
@@ -36,7 +37,8 @@ def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
         stages = (Stage(layers=one.layers, replicas=groups[taken]) for one, taken in zip(plan.stages, order))
         return msgspec.structs.replace(plan, stages=tuple(stages))
 
-    def step_s(order: Sequence[int]) -> float:
+    @functools.lru_cache(maxsize=None)
+    def step_s(order: Tuple[int, ...]) -> float:
         if any(shapes[place] != shapes[taken] for place, taken in enumerate(order)):
             return math.inf
         try:
@@ -50,14 +52,12 @@ def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
     if len(groups) <= _MOST_FOR_ALL_ORDERS:
         best = min(itertools.permutations(best), key=step_s)
     else:
-        found_s, before_s = step_s(best), math.nan
-        while found_s != before_s:
-            before_s = found_s
+        before: Tuple[int, ...] = ()
+        while best != before:
+            before = best
             for one, other in itertools.combinations(range(len(groups)), 2):
                 swapped = {one: best[other], other: best[one]}
-                order = tuple(swapped.get(place, taken) for place, taken in enumerate(best))
-                if step_s(order) < found_s * (1 - 1e-9):
-                    found_s, best = step_s(order), order
+                best = min(best, tuple(swapped.get(place, taken) for place, taken in enumerate(best)), key=step_s)
     if math.isinf(step_s(best)):
         evaluate(plan, costs.workload, costs.profile, costs)  # says which link is missing
     return msgspec.structs.replace(ordered(best), predicted_step_s=step_s(best))

@@ -232,7 +232,7 @@ class _Scale:
         if units:
             share, between = ways.share[o], fleet.of_units.between[units[0][:-1], units[0][1:]]
             sends = np.maximum(share[:-1], share[1:]), cut, between
-            both = fleet.sends_s[sends].tolist(), fleet.backs_s[sends].tolist()
+            both = fleet.of_units.there[sends].tolist(), fleet.of_units.back[sends].tolist()
         else:
             there, back = fleet.least_s[:, ways.port[o[:-1]], ways.port[o[1:]], cut].tolist()
             both, once = (there, back), [once[0], *(0.0 for _ in there)]

@@ -47,8 +47,8 @@ class Units(NamedTuple):
     like: Any  # [unit] equal for units of equal kind and size
     first: Any  # [kind] first unit of each kind, and behind them the number of units
     between: Any  # [unit, unit] class of the sends from one to another
-    both: Any  # [share, L, class] of a microbatch there and back, the sum
-    slower: Any  # [share, L, class] the longer of both
+    there: Any  # [share, L, class] of a microbatch's outputs
+    back: Any  # [share, L, class] of its gradients
     alike: bool  # units of one kind cannot be told apart: tables and least sends hold for all
 
 
@@ -282,8 +282,8 @@ def beam(
                 fullest, least_free = unit, free
                 send = slow = 0.0
                 if template >= 0:
-                    share, between = max(w.share[o], w.share[template]), u.between[unit, behind]
-                    send, slow = u.both[share, cut - 1, between], u.slower[share, cut - 1, between]
+                    of = max(w.share[o], w.share[template]), cut - 1, u.between[unit, behind]
+                    send, slow = u.there[of] + u.back[of], max(u.there[of], u.back[of])
                 if slow > high:
                     continue
                 for k in range(begin, stop):

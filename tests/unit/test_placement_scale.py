@@ -162,7 +162,7 @@ def test_the_large_search_counts_sends_through_one_card():
     slow = with_cards(profile, 3e8, 6e8)
     problem = Problem(PreparedCosts(workload, slow), 32)
     freely = make_fleet(Problem(PreparedCosts(workload, profile), 32))
-    blind = make_fleet(problem)._replace(of_units=freely.of_units, sends_s=freely.sends_s, backs_s=freely.backs_s)
+    blind = make_fleet(problem)._replace(of_units=freely.of_units)
     best = []
     for fleet in (blind, make_fleet(problem)):
         search = scale._Scale(problem, fleet, time.monotonic() + 1e9)
