@@ -16,7 +16,7 @@ from hwaware.bench.statistics import (
     starts_interval,
     starts_ratio_interval,
 )
-from hwaware.costs.speed import medians, prediction_at_speed_s
+from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
 # Largest relative difference of losses that agree; float32 rounding over microbatches stays below it.
@@ -209,7 +209,7 @@ def _most(result: BenchmarkResult, baseline: Mapping) -> Optional[float]:
         return None
     if not baseline.slowdowns:
         return baseline.predicted_step_s / result.ideal_step_s
-    quickest = min(1.0, *medians(baseline.slowdowns).values())
+    quickest = min(1.0, *map(statistics.median, baseline.slowdowns.values()))
     return prediction_at_speed_s(baseline, result) / (quickest * result.ideal_step_s)
 
 
