@@ -34,7 +34,7 @@ from hwaware.bench.training import TrainingRun
 from hwaware.cli._run import cleaning_up_when_terminated
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.own_times import with_own_kinds
-from hwaware.costs.speed import at_speed, medians
+from hwaware.costs.speed import at_speed
 from hwaware.errors import HwawareError
 from hwaware.plans import Plan
 from hwaware.reference_kernel import Reference
@@ -223,7 +223,8 @@ def beside_the_steps(row: Dict[str, Any]) -> Tuple[Workload, ClusterProfile]:
     workload = msgspec.convert(row["workload"], Workload)
     profile = msgspec.convert(row["cluster"], ClusterProfile)
     factor = statistics.median(row["reference_s"]) / row["profile_reference_s"]
-    return at_speed(workload, profile, factor, medians(row.get("slowdowns", {})))
+    of_kinds = {kind: statistics.median(factors) for kind, factors in row.get("slowdowns", {}).items()}
+    return at_speed(workload, profile, factor, of_kinds)
 
 
 def slim(profile: Any) -> Dict[str, Any]:

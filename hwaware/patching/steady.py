@@ -145,7 +145,10 @@ def _on_devices(state: State, others: Dict[str, str]) -> State:
 
 
 def _near(state: State, judge: Judge, stages: int) -> List[State]:
-    """Return states that changes lead to, by price: those of one, then of the cheapest ones, up to so many stages."""
+    """Return states that one change or several lead to, by price, of about so many stages in all.
+
+    Those that one change of the state leads to are always among them. Changes of the cheapest ones follow.
+    """
     seen, waiting = {state: judge.price(state)}, [(judge.price(state), 0, state)]
     while waiting and (len(seen) == 1 or len(seen) * len(state) < stages):
         for one in _changes(heapq.heappop(waiting)[2]):

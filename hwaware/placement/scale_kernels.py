@@ -248,9 +248,8 @@ def beam(
 ) -> None:
     """Build on the pipelines that begin at a cut, with all stages and sends within `high`, on real units.
 
-    A label is a pipeline's rear part; cuts come from the last to the first, and those of cut 0 are complete. Each cut
-    keeps the labels with the least sums and costs still to come by `front` (of `least_priced`). It builds on `width`
-    labels.
+    A label is a pipeline's rear part; those of cut 0 are complete. Cuts come from the last to the first. Each cut keeps
+    the labels with the least sums and costs still to come by `front` (of `least_priced`). It builds on `width` labels.
     """
     units, room = u.kind.shape[0], labels.sums.shape[0] // labels.counts.shape[0]
     integers, used = labels.integers, labels.used
