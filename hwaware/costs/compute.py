@@ -110,7 +110,8 @@ def measured_time(layer: Layer, kind: str, replicas: int, group: int) -> Optiona
         >>> measured_time(layer, "cpu", 1, 1).forward_s, measured_time(layer, "gpu", 1, 1)
         (0.1, None)
     """
-    return (layer.measured or {}).get(kind, {}).get(f"{replicas},{group}")
+    times = (layer.measured or {}).get(kind)
+    return times.get(f"{replicas},{group}") if times else None
 
 
 def layer_times_s(
@@ -139,6 +140,9 @@ def layer_times_s(
     """
     owned = np.array([1 / (group if is_split(layer) else 1) for layer in layers])
     parts = share * owned
+    if not any(layer.measured for layer in layers):
+        forward_s, backward_s = (analytic_time_s(layers, device, dtype, parts, way, owned) for way in (False, True))
+        return forward_s, backward_s
     curves = [_measured_shares(layer, device.kind, group) for layer in layers]
     results = []
     for backward, name in ((False, "forward_s"), (True, "backward_s")):

@@ -20,7 +20,7 @@ from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes
 from hwaware.costs.own_times import with_microbatch_size, with_own_kinds
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
-from hwaware.workload import Layer, MeasuredTime, Workload
+from hwaware.workload import Layer, Workload
 
 T = TypeVar("T")
 # Methods of `PreparedCosts` whose newest results are kept, and how many of each: some ten MiB at most.
@@ -93,7 +93,6 @@ class PreparedCosts:
         self.cards = Cards(profile.shared_cards, self.devices)
         self.links = Links(profile) if links is None else links
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
-        self._measured = any(layer.measured for layer in workload.layers)
         # Of stages that work on whole microbatches, and the sums of such replicas: a look-up is faster than a call.
         self.whole: Dict[Tuple[str, ...], Tuple[SharedReplica, ...]] = {}
         self.alone: Dict[SharedReplica, ReplicaSums] = {}
@@ -249,11 +248,10 @@ class PreparedCosts:
         records = [self.devices[device] for device in devices]
         # One device of each that cannot be told apart in a layer's time.
         unlike = {self._row(device.id): device for device in records}.values()
-        kinds = {device.kind: self._known(device.kind, replicas, group) for device in records}
+        kinds = dict.fromkeys(device.kind for device in records)
         times = [layer_times_s(layers, d, self.workload.dtype, share, group) for d in unlike]
         collectives = self._collectives_s(devices, share, replicas)
         updates = [[self._update_s(layer, device, replicas, group) for layer in layers] for device in unlike]
-        deviations = [[None if one is None else one.deviation_s for one in known] for known in kinds.values()]
         memory = {
             kind: np.array([layer_memory_bytes(one, kind, self.schedule, share, replicas, group) for one in layers])
             for kind in kinds
@@ -269,24 +267,23 @@ class PreparedCosts:
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
             scratch_bytes=np.max([found[:, 1] for found in memory.values()], axis=0).tolist(),
             # Passes of a device vary nearly alike, whatever they compute. A single layer's deviation is uncertain.
-            deviation_s=max(joint_deviation_s(known) or 0.0 for known in deviations),
+            deviation_s=max(self._deviation_s(kind, replicas, group) for kind in kinds),
             update_bytes=_running(next(iter(memory.values()))[:, 2]),  # alike for all kinds
             common=tuple(common_bytes(self.workload, self.schedule, group)),
             pass_s=max(device.pass_s or 0.0 for device in records),
         )
 
-    def _known(self, kind: str, replicas: int, group: int) -> List[Optional[MeasuredTime]]:
-        """Return the measured times of each layer on such replicas, or else on one such replica alone."""
+    def _deviation_s(self, kind: str, replicas: int, group: int) -> float:
+        """Return how much passes of such replicas vary, or else those of one such replica alone."""
         layers = self.workload.layers
-        if not self._measured:
-            return [None] * len(layers)
-        return [measured_time(layer, kind, replicas, group) or measured_time(layer, kind, 1, group) for layer in layers]
+        known = [measured_time(one, kind, replicas, group) or measured_time(one, kind, 1, group) for one in layers]
+        return joint_deviation_s(one.deviation_s for one in known if one is not None) or 0.0
 
     def _update_s(self, layer: Layer, device: Device, replicas: int, group: int) -> float:
         """Return the seconds of a layer's update: measured for such replicas, or for one, or for a single device."""
         parts = group if is_split(layer) else 1
         # Replicas update all weights, each for itself: as long as one alone does. Groups share them.
-        for of, scale in (((replicas, group), 1), ((1, group), 1), ((1, 1), parts)):
+        for of, scale in (((replicas, group), 1), ((1, group), 1), ((1, 1), parts)) if layer.measured else ():
             measured = measured_time(layer, device.kind, *of)
             if measured is not None and measured.update_s is not None:
                 return measured.update_s / scale

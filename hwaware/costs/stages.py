@@ -200,9 +200,14 @@ def price_stage(
 
 def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatches: int, in_flight: int) -> StagePrice:
     first, end, replicas, count = stage.first, stage.last + 1, stage.replicas, len(stage.replicas)
-    split = [LocatedStage(first, stage.last, (one,)) for one in replicas]
-    alone = [price_stage(one, costs, num_microbatches, in_flight, count) for one in split]
-    deviations = [costs.sums(*one, count).deviation_s for one in replicas]
+    sums = [costs.sums(*one, count) for one in replicas]
+    # Replicas of like devices share their sums, and are priced once.
+    like = [(id(s), *(costs.memory_bytes[name] for name in one.devices)) for s, one in zip(sums, replicas)]
+    prices = {
+        key: price_stage(LocatedStage(first, stage.last, (one,)), costs, num_microbatches, in_flight, count)
+        for key, one in dict(zip(like, replicas)).items()
+    }
+    alone, deviations = [prices[key] for key in like], [s.deviation_s for s in sums]
     fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
     forward_s = _slowest_s([price.forward_s for price in alone], deviations)
     if costs.schedule == "inference":
