@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from statistics import NormalDist, fmean
-from typing import Dict, Iterable, Optional, Sequence, Tuple
+from typing import Dict, Iterable, Optional, Sequence, Tuple, Union
 
 import numpy as np
 
@@ -151,7 +151,7 @@ def layer_times_s(
             results.append(np.array(measured, dtype=np.float64))
             continue
         seconds = analytic_time_s(layers, device, dtype, parts, backward, owned)
-        if group > 1 and any(layer.measured for layer in layers):
+        if group > 1:
             alone_s = layer_times_s(layers, device, dtype, share)[backward]
             unsplit = np.ones(len(layers))
             unsplit_s = analytic_time_s(layers, device, dtype, share * unsplit, backward, unsplit)
@@ -168,6 +168,12 @@ def layer_times_s(
                 seconds[index] = alone_s[index] * (factor if is_split(layers[index]) else 1.0)
         results.append(seconds)
     return results[0], results[1]
+
+
+def is_measured(layer: Layer, kind: str, share: float, group: int) -> bool:
+    """Return True if measured times of such groups tell a layer's time for a share of the microbatch."""
+    curve = _measured_shares(layer, kind, group)
+    return 1.0 in curve or _of_share_s(curve, share, "forward_s") is not None
 
 
 def _measured_shares(layer: Layer, kind: str, group: int) -> Dict[float, MeasuredTime]:
@@ -220,7 +226,7 @@ def expected_maximum(count: int) -> float:
     return float(0.1 * (heights.sum() - heights[0] / 2))
 
 
-def slowest_s(seconds: Sequence[FloatArray], deviations_s: Sequence[float], replicas: int) -> FloatArray:
+def slowest_s(seconds: Union[FloatArray, Sequence[FloatArray]], deviations_s: Sequence[float], replicas: int) -> FloatArray:
     """Return the expected time until the last replica ends a pass, where passes vary.
 
         max over k of  t_(k) + sigma e_k        t_(1) >= t_(2) >= ... the replicas' times

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link, measured_kind
 from hwaware.costs.cards import Cards
-from hwaware.costs.compute import is_split, joint_deviation_s, layer_times_s, measured_time
+from hwaware.costs.compute import is_measured, is_split, joint_deviation_s, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduces_s, ring_pairs, update_time_s
 from hwaware.costs.links import Links, exposed_time_s
@@ -250,7 +250,7 @@ class PreparedCosts:
         unlike = {self._row(device.id): device for device in records}.values()
         kinds = dict.fromkeys(device.kind for device in records)
         times = [layer_times_s(layers, d, self.workload.dtype, share, group) for d in unlike]
-        collectives = self._collectives_s(devices, share, replicas)
+        collectives = self._collectives_s(devices, share)
         updates = [[self._update_s(layer, device, replicas, group) for layer in layers] for device in unlike]
         memory = {
             kind: np.array([layer_memory_bytes(one, kind, self.schedule, share, replicas, group) for one in layers])
@@ -289,7 +289,7 @@ class PreparedCosts:
                 return measured.update_s / scale
         return update_time_s(layer, device.memory_bandwidth_bytes_per_s, parts)
 
-    def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
+    def _collectives_s(self, devices: Tuple[str, ...], share: float) -> FloatArray:
         """Return the seconds of each layer's tensor-parallel all-reduces for one microbatch, both directions."""
         layers, kinds = self.workload.layers, {self.devices[device].kind for device in devices}
         like = len({self.kinds[device] for device in devices}) == 1
@@ -299,7 +299,7 @@ class PreparedCosts:
         sizes = np.array([layer.tensor_parallel_bytes or 0.0 for layer in layers]) * share / calls
         seconds = calls * self.all_reduces_s(sizes, devices)
         # Measured times hold their own collectives. A group of unlike hardware takes the analytic ones all the same.
-        held = [like and all(measured_time(one, kind, replicas, len(devices)) for kind in kinds) for one in layers]
+        held = [like and all(is_measured(one, kind, share, len(devices)) for kind in kinds) for one in layers]
         return np.where(held, 0.0, seconds)
 
 

@@ -209,24 +209,14 @@ def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatche
     }
     alone, deviations = [prices[key] for key in like], [s.deviation_s for s in sums]
     fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
-    forward_s = _slowest_s([price.forward_s for price in alone], deviations)
+    forward_s = float(slowest_s(np.array([price.forward_s for price in alone]), deviations, count))
     if costs.schedule == "inference":
         return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest.memory_bytes, fullest.memory_limit_bytes)
     nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end].tolist())])
-    return StagePrice(
-        forward_s=forward_s,
-        backward_s=_slowest_s([price.backward_s for price in alone], deviations),
-        gradient_sync_s=float(costs.gradient_sums_s(nbytes, [replica.devices for replica in replicas])[0]),
-        update_s=max(price.update_s for price in alone),
-        memory_bytes=fullest.memory_bytes,
-        memory_limit_bytes=fullest.memory_limit_bytes,
-    )
-
-
-def _slowest_s(seconds: Sequence[float], deviations: Sequence[float]) -> float:
-    if not any(deviations):  # nothing was timed: no arrays for one number
-        return max(seconds)
-    return float(slowest_s([np.array(one) for one in seconds], deviations, len(seconds)))
+    backward_s = float(slowest_s(np.array([price.backward_s for price in alone]), deviations, count))
+    summed_s = float(costs.gradient_sums_s(nbytes, [replica.devices for replica in replicas])[0])
+    update_s = max(price.update_s for price in alone)
+    return StagePrice(forward_s, backward_s, summed_s, update_s, fullest.memory_bytes, fullest.memory_limit_bytes)
 
 
 def _parts(s: ReplicaSums, first: Any, end: Any, num_microbatches: int) -> Tuple[Any, ...]:

@@ -164,6 +164,19 @@ def test_measured_groups_of_devices_with_own_times_hold_their_collectives():
     assert evaluate(plan((0, 0, ("a:0", "b:0"))), model(split), unlike).stages[0].compute_s == pytest.approx(0.6 + 1)
 
 
+@pytest.mark.parametrize(("measured", "seconds"), [(("1,2",), 1.1 * 0.15), (("1,2", "4,2"), 0.1 + 0.2 / 3)])
+def test_shares_of_measured_groups_hold_their_collectives(measured, seconds):
+    """Times of a whole, or of a whole and a quarter, tell those of a half, and the sums in them."""
+    known = {"1,2": MeasuredTime(forward_s=0.1, backward_s=0.2), "4,2": MeasuredTime(forward_s=0.05, backward_s=0.05)}
+    split = layer(4e9, tensor_parallel_bytes=1e9, measured={"cpu": {name: known[name] for name in measured}})
+    four = cluster("abcd")
+    halves = plan((0, 0, Replica(devices=("a:0", "b:0")), Replica(devices=("c:0", "d:0"))))
+    alone = evaluate(halves, model(msgspec.structs.replace(split, tensor_parallel_bytes=0.0)), four).stages[0]
+    found = evaluate(halves, model(split), four).stages[0]
+    assert found.compute_s == pytest.approx(alone.compute_s)
+    assert found.compute_s == pytest.approx(seconds)
+
+
 def test_the_update_is_bound_by_memory_bandwidth():
     work, known = model(layer(parameter_bytes=1e9)), cluster("a", memory_bandwidth_bytes_per_s=7e9)
     assert evaluate(plan((0, 0, "a:0")), work, known).stages[0].update_s == pytest.approx(1.0)
