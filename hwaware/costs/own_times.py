@@ -121,10 +121,11 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
                 {one: _mean([own[one] for own in layer]) for one in layer[0] if all(one in own for own in layer)}
                 for layer in zip(*(times[name] for name in group))
             ]
-            for name in [kind] if number == 0 else group:
-                for layer, one in zip(found, joined):
-                    if one:
-                        layer[name] = one
+            for layer, one in zip(found, joined):
+                if one:
+                    for name in group:  # it may be another machine than before
+                        layer.pop(name, None)
+                    layer.update(dict.fromkeys([kind] if number == 0 else group, one))
     layers = (replace(layer, measured=measured or None) for layer, measured in zip(workload.layers, found))
     return replace(workload, layers=tuple(layers))
 

@@ -300,7 +300,9 @@ def _timed(recipe: recipes.Recipe, profile: ClusterProfile, name: str) -> Worklo
     """Return the layers; time them on a host's devices of kinds that are new, if layers were timed before."""
     workload, sources = recipe.workload, recipe.sources
     known = {kind for layer in workload.layers for kind in layer.measured or ()}
-    others = [device.id for device in profile.devices if device.host != name or device.kind in known]
-    if not sources or len(others) == len(profile.devices):
+    # A device with times of its own may be another machine by now.
+    here = {one.id for one in profile.devices if one.host == name and (one.kind not in known or one.id in known)}
+    others = [device.id for device in profile.devices if device.id not in here]
+    if not sources or not here:
         return workload
     return layer_times.measured_within(workload, sources, profile, others, _LAYERS_LIMIT_S)

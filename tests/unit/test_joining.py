@@ -100,6 +100,21 @@ def test_a_host_that_joins_times_layers_on_new_kinds_alone(monkeypatch):
     assert joining._timed(recipe, profile.without(("new:1",)), "new") is recipe.workload
 
 
+def test_a_host_that_returns_loses_the_own_times_of_the_machine_before(monkeypatch):
+    def measured(layers, sources, profile, exclude, limit_s):
+        times = [{"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)}]
+        return with_device_times(layers, profile, {one.id: times for one in remaining(profile, exclude).devices})
+
+    monkeypatch.setattr(joining.layer_times, "measured_within", measured)
+    profile = a_cluster([device("a:0"), device("b:0"), device("c:0")])
+    slow = timed(0.5, 1.0)["cpu"]
+    recipe = SimpleNamespace(
+        workload=workload(1, measured={**timed(0.1, 0.2), "b:0": slow, "c:0": slow}), sources=["x"]
+    )
+    (layer,) = joining._timed(recipe, profile, "b").layers
+    assert {name: times["1,1"].forward_s for name, times in layer.measured.items()} == {"cpu": 0.1, "c:0": 0.5}
+
+
 def test_a_host_with_other_versions_is_refused():
     with pytest.raises(UnusableInputError, match=r"It has jax 0\.4\.30, expected 0\.12\.0\.1"):
         require_same({"jax": "0.4.30", "python": "3.13"}, {"jax": "0.12.0.1", "python": "3.13"})
