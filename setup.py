@@ -24,7 +24,7 @@ setup(
     package_data={"hwaware": ["py.typed", "bench/scenarios/*.toml"]},
     install_requires=[
         "msgspec>=0.18",
-        "numpy>=1.19",
+        "numpy>=1.21",
         "numba>=0.53",
         "scipy>=1.5",
         "click>=8.0",

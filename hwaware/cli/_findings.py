@@ -44,7 +44,7 @@ class Package(NamedTuple):
 
 PACKAGES = (
     Package("msgspec", "everything", "pip install 'msgspec>=0.18'", True),
-    Package("numpy", "everything", "pip install 'numpy>=1.19'", True),
+    Package("numpy", "everything", "pip install 'numpy>=1.21'", True),
     Package("click", "the command line", "pip install 'click>=8.0'", True),
     Package("rich", "the command line", "pip install 'rich>=12.0'", True),
     Package("numba", "plan", "pip install 'numba>=0.53'", True),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, List, Sequence, Tuple
+from typing import List, Sequence, Tuple
 
 import numpy as np
+import numpy.typing as npt
 
-if TYPE_CHECKING:  # numpy 1.19, the oldest that hwaware accepts, has no numpy.typing
-    import numpy.typing as npt
-
-    Floats = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
 
 # A layer may exceed the smallest possible largest layer by this part if fewer bytes then cross the cuts. Alpa allows
 # layers of 1.5 times the mean (`eps=0.5` of its AutoLayerOption). This smaller part keeps a GPT's cuts between blocks.
