@@ -79,7 +79,7 @@ def best_plan(
 def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     """Return the stages of a program that fixes them, each on the group of devices that suits it best.
 
-    Keep Alpa's groups unless others are surely faster.
+    Keep Alpa's groups unless others are surely faster, or Alpa's alone need too much memory.
 
     Raises:
         PlanError: The profile lacks a link that the stages need, or a replica's share is no whole number of samples.
@@ -89,9 +89,11 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
 
     costs = PreparedCosts(workload, profile, plan.schedule)
     best = regroup.best_order(plan, costs)
-    alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
-    LOG.info("%s", _line(best, alpas, workload, profile, "; the stages are the program's own"))
-    return best if surely_better(best, alpas, workload, profile) else alpas
+    ours, theirs = (evaluate(one, workload, profile, costs) for one in (best, plan))
+    alpas, needed = msgspec.structs.replace(plan, predicted_step_s=theirs.step_s), ours.fits and not theirs.fits
+    decision = "; the stages are the program's own" + (", and Alpa's devices lack memory for them" if needed else "")
+    LOG.info("%s", _line(best, alpas, workload, profile, decision))
+    return best if needed or surely_better(best, alpas, workload, profile) else alpas
 
 
 def _line(

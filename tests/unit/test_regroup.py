@@ -8,6 +8,7 @@ from builders import chain, device, layer
 
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
+from hwaware.patching import choosing
 from hwaware.placement.regroup import best_order
 
 
@@ -52,6 +53,28 @@ def test_shapes_stay():
     costs = PreparedCosts(workload([1, 1, 1]), cluster([0.1, 0.1, 0.2, 0.2, 0.3, 0.3], "aabcdd"))
     given = chain(["d0", "d1"], ["d2", "d3"], [("d4", "d5")])
     assert best_order(given, costs).stages == given.stages
+
+
+def with_memory(*sizes):
+    """Return two devices with so many bytes, d0 half as fast as d1."""
+    made = [device(f"d{k}", s, host=f"h{k}", memory_bytes=size) for k, (s, size) in enumerate(zip((0.2, 0.1), sizes))]
+    return builders.cluster(made)
+
+
+def test_only_an_order_that_fits_is_taken_whatever_its_speed(caplog):
+    caplog.set_level("INFO", "hwaware")
+    large = builders.workload([layer(1e9, parameter_bytes=1e6), layer(3e9, parameter_bytes=1e8)], 2)
+    profile = with_memory(1e9, 1e7)
+    found = choosing.best_order(chain("d0", "d1"), large, profile)
+    assert [stage.devices for stage in found.stages] == [("d1",), ("d0",)]
+    assert found.predicted_step_s == pytest.approx(evaluate(found, large, profile).step_s)
+    assert "Alpa's devices lack memory for them" in caplog.text
+
+
+def test_no_step_is_predicted_too_long_where_no_order_fits():
+    large, profile = builders.workload([layer(1e9, parameter_bytes=1e8)] * 2, 2), with_memory(1e7, 1e7)
+    found = best_order(chain("d0", "d1"), PreparedCosts(large, profile))
+    assert found.predicted_step_s == pytest.approx(evaluate(found, large, profile).step_s)
 
 
 def test_a_missing_link_is_named():
