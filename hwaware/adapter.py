@@ -24,7 +24,6 @@ from hwaware.device_places import device_places
 from hwaware.errors import HwawareError, UnusableInputError, WorkerFailedError
 from hwaware.history import History, HistoryEvent
 from hwaware.patching import choosing, meshes, observing, rescue, stage_option
-from hwaware.placement import plan as find_plan
 from hwaware.plans import Plan
 from hwaware.runtime.recorder import Recording
 from hwaware.runtime.worker import CONTROL
@@ -156,7 +155,7 @@ class Adapter:
         """Search beside the training, which goes on meanwhile."""
         made, plan = self._made.placement, self.follower.plan
         return self._pool.submit(
-            find_plan, workload, profile, solver=made.solver, exclude=_present(made.exclude, profile),
+            choosing.searched, workload, profile, solver=made.solver, exclude=_present(made.exclude, profile),
             num_microbatches=plan.num_microbatches, schedule=plan.schedule, reserve_bytes=made.reserve_bytes,
             time_limit_s=_SEARCH_LIMIT_S, rule=stage_option.rule_of(self._made.option, profile, workload),
         )  # fmt: skip

@@ -14,6 +14,8 @@ from hwaware.adapting.drift import MOST_TIMES, Drift
 from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, evaluate
+from hwaware.costs.intervals import late_s
+from hwaware.costs.stages import located
 from hwaware.errors import HwawareError
 from hwaware.history import EventKind, HistoryEvent
 from hwaware.plans import Plan
@@ -225,10 +227,10 @@ class Follower:
         searching, self._searching = self._searching, None
         try:
             plan = searching.result()
-            if plan.stages == self.plan.stages:
+            if located(plan) == located(self.plan):  # their prices differ as the cluster has changed
                 return [self._event("decided", "stays: no other placement is faster")]
             now = self.drift.applied(self._workload, self._profile)
-            kept_s, best_s = (evaluate(one, *now).step_s for one in (self.plan, plan))
+            kept_s, best_s = (evaluate(one, *now).step_s + late_s(one, *now) for one in (self.plan, plan))
             cost_s = switch_cost_s(self.plan, plan, *now, compile_s=0.0, fixed_s=self.switch_s, start_s=self.start_s)
         except HwawareError as error:
             return [self._event("decided", f"stays: {error.what}")]

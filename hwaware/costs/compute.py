@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from statistics import NormalDist, fmean
-from typing import Dict, Iterable, Optional, Sequence, Tuple, Union
+from typing import Dict, Iterable, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -226,7 +226,7 @@ def expected_maximum(count: int) -> float:
     return float(0.1 * (heights.sum() - heights[0] / 2))
 
 
-def slowest_s(seconds: Union[FloatArray, Sequence[FloatArray]], deviations_s: Sequence[float], replicas: int) -> FloatArray:
+def slowest_s(seconds: Sequence[FloatArray], deviations_s: Sequence[float], replicas: int) -> FloatArray:
     """Return the expected time until the last replica ends a pass, where passes vary.
 
         max over k of  t_(k) + sigma e_k        t_(1) >= t_(2) >= ... the replicas' times

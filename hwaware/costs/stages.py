@@ -209,11 +209,11 @@ def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatche
     }
     alone, deviations = [prices[key] for key in like], [s.deviation_s for s in sums]
     fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
-    forward_s = float(slowest_s(np.array([price.forward_s for price in alone]), deviations, count))
+    forward_s = float(slowest_s([*np.array([price.forward_s for price in alone])], deviations, count))
     if costs.schedule == "inference":
         return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest.memory_bytes, fullest.memory_limit_bytes)
     nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end].tolist())])
-    backward_s = float(slowest_s(np.array([price.backward_s for price in alone]), deviations, count))
+    backward_s = float(slowest_s([*np.array([price.backward_s for price in alone])], deviations, count))
     summed_s = float(costs.gradient_sums_s(nbytes, [replica.devices for replica in replicas])[0])
     update_s = max(price.update_s for price in alone)
     return StagePrice(forward_s, backward_s, summed_s, update_s, fullest.memory_bytes, fullest.memory_limit_bytes)

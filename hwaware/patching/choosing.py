@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Sequence
 
 import msgspec
 
@@ -47,10 +47,7 @@ def best_plan(
     Raises:
         InfeasibleError: The model fits on no placement.
     """
-    import hwaware.placement
-    from hwaware.patching.steady import steadiest
     from hwaware.placement import alpa_mapping
-    from hwaware.placement.choices import remaining, with_reserve
     from hwaware.placement.infeasible import FIX
 
     asked: Dict[str, Any] = {
@@ -64,16 +61,32 @@ def best_plan(
     if settings.solver != "alpa" or settings.exclude:
         present = {*(host.name for host in profile.hosts), *(device.id for device in profile.devices)}
         exclude = tuple(name for name in settings.exclude if name in present)  # others may be lost
-        plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=exclude, **asked)
-        if settings.solver not in _MAPPINGS:
-            left = with_reserve(remaining(profile, exclude), settings.reserve_bytes)
-            plan = steadiest(plan, workload, left, rule)
+        plan = searched(workload, profile, solver=settings.solver, exclude=exclude, **asked)
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, _FIX).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or _FIX)
     asker = f"solver={settings.solver!r}" if settings.solver in _MAPPINGS else "exclude" if settings.exclude else None
     # Alpa's search may find nothing. Its mapping may need too much memory, or a link that the profile lacks.
     return _better(plan, None if alpas.status == "infeasible" else alpas, asker, workload, profile, level)
+
+
+def searched(
+    workload: Workload, profile: ClusterProfile, *, solver: str, exclude: Sequence[str], reserve_bytes: float,
+    rule: Optional[StageRule], **asked: Any,
+) -> Plan:  # fmt: skip
+    """Return the plan of a search, changed for the shortest likely step, or that of a solver that searches nothing.
+
+    Arguments are as in `hwaware.plan`.
+    """
+    import hwaware.placement
+    from hwaware.patching.steady import steadiest
+    from hwaware.placement.choices import remaining, with_reserve
+
+    chosen: Dict[str, Any] = {"solver": solver, "exclude": exclude, "reserve_bytes": reserve_bytes, "rule": rule}
+    plan = hwaware.placement.plan(workload, profile, **chosen, **asked)
+    if solver in _MAPPINGS:
+        return plan
+    return steadiest(plan, workload, with_reserve(remaining(profile, exclude), reserve_bytes), rule)
 
 
 def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:

@@ -9,8 +9,9 @@ import sys
 from concurrent.futures import Future
 from types import SimpleNamespace
 
+import msgspec
 import pytest
-from builders import ALL_CASES, cluster, device, layer, link, script, seeds, workload
+from builders import ALL_CASES, cluster, device, layer, link, script, seeds, timed, workload
 from click.testing import CliRunner
 
 import hwaware
@@ -25,6 +26,7 @@ from hwaware.cli import main
 from hwaware.cluster import ClusterProfile, LinkTable, measured_kind
 from hwaware.costs import evaluate
 from hwaware.errors import RecordError, UnusableInputError
+from hwaware.patching.steady import steadiest
 from hwaware.runtime.recorder import Recording
 
 NOISE = 0.08
@@ -410,6 +412,33 @@ def test_a_slowdown_of_all_devices_moves_nothing(placed, factor):
     events = steps_of(follower, 40, {one.id: factor for one in HOSTS}, factor)
     assert {name for event in events for name in event.numbers if event.kind == "noticed"} == {one.id for one in HOSTS}
     assert follower.wanted is None
+
+
+def test_the_placement_that_runs_is_found_again_whatever_its_price(placed):
+    stages = (msgspec.structs.replace(one, compute_s=2 * one.compute_s, memory_bytes=1.0) for one in placed.stages)
+    found = Future()
+    found.set_result(msgspec.structs.replace(placed, stages=tuple(stages)))
+    follower = Follower(placed, MODEL, PROFILE, lambda *_: found, switch_s=1e-3)
+    follower.grown(MODEL, PROFILE)
+    (decided,) = [event for _ in range(5) for event in follower.observe(StepTimes({"a:0": 1.0}, 1.0))]
+    assert decided.what == "stays: no other placement is faster"
+
+
+def test_waits_for_late_passes_count_in_a_promised_gain():
+    """The cheapest plan has two stages, whose waits take more than the second device gains."""
+    profile = cluster([device("a:0", 0.05, kind="a"), device("b:0", 0.095, kind="b")])
+    times = {name: timed(s, s, name, deviation_s=0.05)[name] for name, s in (("a", 0.05), ("b", 0.095))}
+    model = workload([layer(measured=times)] * 2)
+    cheapest = hwaware.plan(model, profile, num_microbatches=8)
+    steady = steadiest(cheapest, model, profile)
+    assert (len(cheapest.stages), len(steady.stages)) == (2, 1)
+    found = Future()
+    found.set_result(cheapest)
+    follower = Follower(steady, model, profile, lambda *_: found, switch_s=1e-3)
+    follower.grown(model, profile)
+    (decided,) = [event for _ in range(5) for event in follower.observe(StepTimes({"a:0": 0.2}, 1.6))]
+    assert decided.what.startswith("stays for now")
+    assert decided.numbers["best_s"] > decided.numbers["kept_s"]
 
 
 def test_no_device_counts_as_faster_than_its_profile(placed):
