@@ -22,7 +22,8 @@ def is_alpas() -> bool:
 
 
 def accelerators() -> Set[str]:
-    """Return the kinds of accelerators that the installed JAX has code for."""
+    """Return the kinds of accelerators that the installed JAX has code for; it has that for TPUs everywhere."""
+    getattr(xla_bridge, "_discover_and_register_pjrt_plugins", lambda: None)()  # else newer JAX knows no CUDA yet
     return {"cuda", "rocm", "tpu"} & set(xla_bridge._backend_factories)
 
 

@@ -16,6 +16,9 @@ from hwaware.errors import AlpaError
 # Options of glibc: M_MMAP_MAX (no allocation by mmap), and M_TRIM_THRESHOLD (keep free memory at the heap's end).
 _KEEPING = ((-4, 0), (-1, (1 << 31) - 1))
 
+# Files of the drivers of accelerators: JAX has code for some of these also where no such device is.
+_DRIVERS = {"cuda": ("/dev/nvidiactl", "/dev/dxg"), "rocm": ("/dev/kfd",), "tpu": ("/dev/accel0",)}
+
 
 def show_devices(indices: Sequence[int], uuids: Sequence[str] = ()) -> None:
     """Let this process see only these GPUs of its host; call this before JAX is imported.
@@ -64,8 +67,7 @@ def uses_cpus() -> bool:
     named = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
     if named:
         return str(named).split(",")[0] == "cpu"
-    has_driver = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
-    return not any(name != "cuda" or has_driver for name in accelerators())
+    return not any(os.path.exists(path) for name in accelerators() for path in _DRIVERS[name])
 
 
 def require_gloo() -> None:
