@@ -110,8 +110,9 @@ def commit(unfinished: Unfinished, manifest: Manifest) -> None:
 
 def abandon(unfinished: Unfinished) -> None:
     """Remove what was written of a step, unless the step has become a checkpoint after all."""
-    if _named(unfinished.folder, unfinished.step) not in (unfinished.name, None):
-        shutil.rmtree(unfinished.path, ignore_errors=True)  # the next save tries again
+    with contextlib.suppress(OSError):  # the save's own error matters; the next save tries again
+        if _named(unfinished.folder, unfinished.step) not in (unfinished.name, None):
+            shutil.rmtree(unfinished.path, ignore_errors=True)
 
 
 def read_manifest(folder: str, step: int) -> bytes:

@@ -49,10 +49,12 @@ def prepare_environment(place: Place) -> None:
 
 
 def free_coordinator(address: str) -> str:
-    """Return ADDRESS:PORT with a TCP port that is free now."""
-    with socket.socket() as probe:
+    """Return ADDRESS:PORT with a TCP port that is free now, an IPv6 address in brackets."""
+    is_ipv6 = ":" in address
+    with socket.socket(socket.AF_INET6 if is_ipv6 else socket.AF_INET) as probe:
         probe.bind((address, 0))
-        return f"{address}:{probe.getsockname()[1]}"
+        port = probe.getsockname()[1]
+    return f"[{address}]:{port}" if is_ipv6 else f"{address}:{port}"
 
 
 def meet(place: Place, coordinator: str) -> None:
