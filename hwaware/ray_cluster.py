@@ -10,6 +10,7 @@ import importlib
 import io
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -258,14 +259,22 @@ def fetched(references: Sequence[Any], limit_s: float, what: str) -> List[Any]:
             f"{what} failed: {last_line(error)}.", "see the worker's log (worker-*.err in Ray's logs) for all of it."
         ) from error
     except ray.exceptions.RayError as error:  # the worker or its host has ended
+        reason, _, fix = died(error).partition(" To fix: ")
         raise MeasurementError(
-            f"{what} failed: {died(error)}.",
-            "see that host's memory and its Ray logs (worker-*.err, raylet.err), then start the program again.",
+            f"{what} failed: {reason.rstrip('.')}.",
+            f"{fix}."
+            if fix
+            else "see that host's memory and its Ray logs (worker-*.err, raylet.err), then start the program again.",
         ) from error
 
 
 def died(error: BaseException) -> str:
-    """Return what Ray knows of a worker's end, on one line and without a full stop."""
+    """Return what Ray knows of a worker's end, on one line and without a full stop.
+
+    For an error of hwaware's that kept the worker from starting, return its message and remedy.
+    """
+    if getattr(error, "actor_init_failed", False):
+        return re.sub(r"^hwaware\.errors\.\w+: ", "", last_line(error))
     lines = [line.strip() for line in str(error).splitlines()]
     reasons = [line for line in lines if "died" in line or "killed" in line]
     return (reasons[-1] if reasons else _first_line(error)).rstrip(".")

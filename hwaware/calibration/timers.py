@@ -188,9 +188,12 @@ def _ask(
         except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
             is_own = isinstance(error, ray.exceptions.RayTaskError)
             reason = ray_cluster.last_line(error) if is_own else ray_cluster.died(error)
+            reason, _, fix = reason.partition(" To fix: ")
             raise MeasurementError(
-                f"The layers were not timed on device {name!r} within {limit_s:g} s: {reason}.",
-                "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
+                f"The layers were not timed on device {name!r} within {limit_s:g} s: {reason.rstrip('.')}.",
+                f"{fix}."
+                if fix
+                else "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
             ) from error
     return list(results.values())
 

@@ -85,8 +85,8 @@ class HostWorker:
         self._resident = self.buffers  # Alpa's interpreter swaps `buffers` while it runs
         self._runs: Dict[int, int] = {}
         self.recorder = Recorder()
+        host_devices.join(*place.devices)  # before others look at devices that the host may not declare
         self._open(place, secret, identity)
-        host_devices.join(*place.devices)
         if settings.enforce_memory:
             host_devices.limit_memory(*place.devices)
         if place.workers == 1:
