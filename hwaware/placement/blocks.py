@@ -80,7 +80,6 @@ def in_blocks(problem: Problem, most: int) -> Optional[Blocks]:
         problem._replace(
             costs=BlockCosts(costs, ends),
             pins=inside,
-            judge=None,
             rule=None if rule is None else lambda made, first, last: rule(made, starts[first], ends[last] - 1),
         ),
         ends,

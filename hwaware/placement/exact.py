@@ -75,7 +75,7 @@ def _solved_alike(problem: Problem, started: float) -> Answer:
     # The search for large clusters finds nothing better where hardly two devices are alike.
     enough = found is None and problem.objective != "per-device"
     part_s = (1 - SIDE_PART if enough else ALIKE_PART) * problem.time_limit_s
-    good = _solved(alike._replace(time_limit_s=part_s, judge=problem.value), started).plan
+    good = _solved(alike._replace(time_limit_s=part_s), started).plan
     good_s = problem.value(good)
     if enough and math.isfinite(good_s):
         return Answer(good, least_objective_s(problem))

@@ -295,8 +295,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
         scale.find(scale.everything, LAST_RESORT)
     if math.isinf(scale.best):
         return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
-    key = problem.judge or problem.value
-    return Answer(min(map(scale.plan, scale.newest), key=key, default=None), min(bound, scale.best))
+    return Answer(min(map(scale.plan, scale.newest), key=problem.value, default=None), min(bound, scale.best))
 
 
 def load_at_scale(problem: Problem) -> None:
