@@ -50,9 +50,14 @@ class Recipe(NamedTuple):
 
 
 def of(executable: Any) -> Optional[Recipe]:
-    """Return the recipe of a compiled function; None where hwaware did not choose its stages."""
-    found: Optional[Recipe] = getattr(executable.outs_handler, _RECIPE)
+    """Return the recipe of a compiled function; None where hwaware did not choose its stages, or remembers nothing."""
+    found: Optional[Recipe] = getattr(executable.outs_handler, _RECIPE, None)
     return found
+
+
+def put(executable: Any, recipe: Optional[Recipe]) -> None:
+    """Let a compiled function have this recipe from here on."""
+    setattr(executable.outs_handler, _RECIPE, recipe)
 
 
 def search_arguments(recipe: Recipe, virtual_mesh: Any) -> Dict[str, Any]:
@@ -103,8 +108,7 @@ def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
     if recipe is None:
         return
     is_same = [layer.name for layer in workload.layers] == [layer.name for layer in recipe.workload.layers]
-    learned = recipe._replace(profile=profile, workload=workload if is_same else recipe.workload)
-    setattr(executable.outs_handler, _RECIPE, learned)
+    put(executable, recipe._replace(profile=profile, workload=workload if is_same else recipe.workload))
 
 
 def compile_executable(original: Any) -> Callable[..., Any]:

@@ -103,6 +103,7 @@ class Recovery:
         """Make one attempt after the other; `actors` holds the workers that are left."""
         self._empty, self._fresh, self.silent = empty, set(), set()
         self._count(map(_key, empty))
+        before = {executable: recipes.of(executable) for executable in self._calls.executables}
         for tries in range(1, _MOST_TRIES + 1):
             phases: Dict[str, float] = {}
             self.is_moving = plan is not None
@@ -116,7 +117,10 @@ class Recovery:
                 what = "Another loss while the program recovers" if is_lost else "The program goes back to its old plan"
                 why = again.what if isinstance(again, HwawareError) else f"{ray_cluster.last_line(again)}."
                 LOG.warning("%s: %s", what, why)
-                plan = None
+                if plan is not None:  # functions that are compiled already have it in their recipes
+                    for executable, recipe in before.items():
+                        recipes.put(executable, recipe)
+                    plan = None
         raise AssertionError("the last try returns or raises")
 
     def _count(self, places: Any) -> None:

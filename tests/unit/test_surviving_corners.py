@@ -13,7 +13,7 @@ from hwaware.patching import checkpoints, failures, rescue
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.watch import Watch
 from hwaware.survival import calls as calls_module
-from hwaware.survival import handing, joining, moving, rescuer, reserving, returning, vaults
+from hwaware.survival import handing, joining, moving, recipes, recovering, rescuer, reserving, returning, vaults
 from hwaware.survival.calls import Calls
 from hwaware.survival.points import Point
 from hwaware.survival.watching import Interrupted, SurvivingWatch
@@ -238,6 +238,38 @@ def test_a_move_in_which_the_program_ends_is_no_decision(adapting, monkeypatch):
     monkeypatch.setattr(moving, "move", move)
     with pytest.raises(WorkerFailedError):
         adapting[0]._move(None, None)
+
+
+@pytest.mark.parametrize("is_lost", [True, False])
+def test_a_program_goes_back_to_its_old_plan_where_a_new_one_fails_after_compiling(is_lost, program, monkeypatch):
+    calls, _ = program
+    functions = [Function([], []), Function([], [])]
+    for function in functions:
+        function.outs_handler.hwaware_recipe = SimpleNamespace(plan="old")
+        calls.executables.add(function)
+    functions[1].outs_handler.hwaware_recipe = None  # it follows another function
+    recovery, given = recovering.Recovery(calls, None, None), []
+
+    def attempt(actors, phases, wanted):
+        plan = wanted or recipes.of(functions[0]).plan
+        given.append(plan)
+        functions[0].outs_handler.hwaware_recipe = SimpleNamespace(plan=plan)  # as it is compiled
+        if plan == "new":
+            raise MeasurementError("The state did not arrive.", "x")
+        return plan, 0
+
+    monkeypatch.setattr(recovery, "_attempt", attempt)
+    monkeypatch.setattr(recovery, "_keep_left", lambda actors: is_lost)
+    monkeypatch.setattr(recovering.choosing, "mapping_of", lambda plan: plan)
+    assert recovery._tried({}, [], "new").mapping == "old"
+    assert given == ["new", "old"]
+    assert recipes.of(functions[0]).plan == "old"
+    assert recipes.of(functions[1]) is None
+
+
+def test_a_function_that_was_compiled_while_no_rescuer_was_in_charge_has_no_recipe():
+    """As one that follows a training, and is compiled after `hwaware.disable()`."""
+    assert recipes.of(SimpleNamespace(outs_handler=SimpleNamespace())) is None
 
 
 def test_a_host_is_given_back_if_the_training_ends_while_it_is_measured(monkeypatch):
