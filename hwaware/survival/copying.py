@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.cluster import ClusterProfile, LinkTable
@@ -48,6 +48,7 @@ class _Flight(NamedTuple):
     sent: Dict[str, Set[Block]]
     begin_s: float
     serial: int = 0
+    called_s: float = 0.0  # when the point's call was made
 
 
 class Copies:
@@ -81,7 +82,8 @@ class Copies:
         self._is_alone = False  # the state is on one host only
         self._serials = itertools.count()
         self._commits: List[int] = []  # serials of the newest flights that were committed
-        self._begin_s = self._commit_s = time.monotonic()
+        # When the newest call was made, and that of the newest point.
+        self._begin_s = self._called_s = self._point_s = time.monotonic()
 
     @property
     def calls_a_point(self) -> int:
@@ -102,21 +104,21 @@ class Copies:
         self._is_alone = len(hosts) == 1
 
     def copy_if_due(self) -> None:
-        """Copy what the program holds, if the last copies are old enough, or a vault has come up since."""
-        before = set(self._vaults.up)
+        """Copy what the program holds after a call, if the last copies are old enough, or a vault has come up since."""
+        self._called_s, before = time.monotonic(), set(self._vaults.up)
         self._vaults.use_started(0)
         if set(self._vaults.up) - before:  # some arrays may be on one host only
             self._newest = _NEVER
         if len(self.flights) < _MOST_FLIGHTS and self._calls.number - self._newest >= self.calls_a_point:
             self.copy()
 
-    def copy_again(self) -> None:
-        """Give up the copies on their way, and copy what the program holds."""
+    def copy_again(self, at_once: bool = False) -> None:
+        """Give up the copies on their way, and copy what the program holds; `at_once` if the training waits for it."""
         self.flights, self._newest = [], _NEVER
-        self.copy()
+        self.copy(at_once)
 
-    def copy(self) -> None:
-        """Let the workers copy what the program holds now."""
+    def copy(self, at_once: bool = False) -> None:
+        """Let the workers copy what the program holds now, as fast as possible if `at_once`."""
         vaults, group = self._vaults, self._calls.group
         needed = self.hosts()
         self._warn_if_alone(needed)
@@ -145,32 +147,34 @@ class Copies:
                         sent[at].add((name, box))
         point = Point(self._calls.number, {name: shape_of(array) for name, array in live.items()})
         self._newest = point.number
-        self.flights.append(self._ordered(point, orders, sent))
+        self.flights.append(self._ordered(point, orders, sent, at_once))
 
     def _ordered(
-        self, point: Point, orders: Mapping[Tuple[int, int], Sequence[Item]], sent: Dict[str, Set[Block]]
-    ) -> _Flight:
+        self, point: Point, orders: Mapping[Tuple[int, int], Sequence[Item]], sent: Dict[str, Set[Block]],
+        at_once: bool = False,
+    ) -> _Flight:  # fmt: skip
         """Order copies from workers, by (mesh, worker)."""
         vaults, hosts = self._vaults, list(sent)
         addresses = tuple(vaults.up[host].mailbox for host in hosts)
         copies: List[Any] = []
         waiting: Dict[str, Set[Tuple[int, str]]] = {}
         serial = next(self._serials)  # a point may be copied twice
-        send_s = _SENDING * min((step_s for _, step_s in self._costs), default=0.0)
+        send_s = 0.0 if at_once else _SENDING * min((step_s for _, step_s in self._costs), default=0.0)
+        group = self._calls.group
+        owns = {(mesh, host): group.meshes[mesh].host_info[host]["NodeManagerAddress"] for mesh, host in orders}
+        shares = Counter(owns.values())  # a vault sends on what it got from one worker after the other
         for (mesh, host), items in orders.items():
-            sender = f"{mesh}.{host}"
-            where = self._calls.group.meshes[mesh]
-            own = where.host_info[host]["NodeManagerAddress"]
+            sender, own = f"{mesh}.{host}", owns[mesh, host]
             order = Order(
                 vaults.epoch, tuple(items), addresses, vaults.secret, vaults.digests, sender,
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
-                serial=serial, spares=self._spares(own), send_s=send_s,
+                serial=serial, spares=self._spares(own), send_s=send_s / shares[own],
             )  # fmt: skip
-            copies.append(where.workers[host].copy_out.remote(order.encoded))
+            copies.append(group.meshes[mesh].workers[host].copy_out.remote(order.encoded))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
                 waiting.setdefault(hosts[number], set()).add((serial, name))
-        return _Flight(point, copies, waiting, sent, time.monotonic(), serial)
+        return _Flight(point, copies, waiting, sent, time.monotonic(), serial, self._called_s)
 
     def _spares(self, host: str) -> Tuple[int, ...]:
         """Return the serials of orders whose memory no vault of this host reads any more, the oldest first."""
@@ -229,12 +233,12 @@ class Copies:
         """Let every vault drop what the newest point does not need."""
         now_s, calls = time.monotonic(), flight.point.number - (self.committed.number if self.committed else 0)
         if copied and calls > 0:
-            step_s = (now_s - self._commit_s) / calls
+            step_s = (flight.called_s - self._point_s) / calls
             losses = sum(event.kind == "recovered" for event in self.events)
             failure_s = min(FAILURE_S, (now_s - self._begin_s) / losses) if losses else FAILURE_S
             self._costs.append((max(each.copy_s + each.sent_s for each in copied), step_s))
             self._interval = interval_of(self._costs, failure_s)
-        self._commit_s = now_s
+        self._point_s = flight.called_s
         self.points += 1
         if self.points == 1:
             self._say_first(copied)

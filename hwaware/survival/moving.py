@@ -111,7 +111,7 @@ def commit(run: Run, again: bool = False) -> None:
     run.recovery.watch.raise_lost()
     failures.wait_for(calls.group, "The step before the program moves")
     if again:
-        copies.copy_again()
+        copies.copy_again(at_once=True)
     while True:
         copies.collect()
         point = copies.committed
@@ -119,7 +119,7 @@ def commit(run: Run, again: bool = False) -> None:
         if is_whole and copies.points > before:
             return
         if not copies.flights:
-            copies.copy_again()
+            copies.copy_again(at_once=True)
         if time.monotonic() > end_s:
             raise MeasurementError(
                 f"Copying the state took longer than {_COPY_LIMIT_S:g} s.", "see the load of the hosts and their links."

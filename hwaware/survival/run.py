@@ -87,7 +87,7 @@ class Run:
     def brought(self, arrays: Sequence[Any]) -> None:
         """Keep arrays that the program has restored onto its workers; wait for their copies, at most a minute."""
         self.calls.bring(arrays)
-        self.copies.copy_again()
+        self.copies.copy_again(at_once=True)
         end_s, names = time.monotonic() + _RESTORED_LIMIT_S, {name_of(array) for array in arrays}
 
         def lacks_copies() -> bool:
@@ -96,7 +96,7 @@ class Run:
 
         while lacks_copies() and self.vaults.up and time.monotonic() < end_s:  # no call can make these arrays again
             if not self.copies.flights:  # a vault was lost, or cannot read the memory of a worker
-                self.copies.copy_again()
+                self.copies.copy_again(at_once=True)
             rescue.retried(self._look)
             time.sleep(_POLL_S)
         if lacks_copies() or not self.vaults.up:

@@ -501,15 +501,46 @@ def test_copies_are_spread_over_most_of_the_shortest_step():
     class Worker:
         copy_out = SimpleNamespace(remote=lambda order: told.append(copier.ORDERS.decode(order)))
 
-    mesh = SimpleNamespace(host_info=[{"NodeManagerAddress": "a"}], workers=[Worker])
+    mesh = SimpleNamespace(host_info=[{"NodeManagerAddress": host} for host in "aab"], workers=[Worker] * 3)
     up = {"a": SimpleNamespace(mailbox=("a", 1)), "b": SimpleNamespace(mailbox=("b", 2))}
     vaults = SimpleNamespace(up=up, epoch=0, secret=b"s", digests=False, kept={})
     copies = Copies(SimpleNamespace(group=SimpleNamespace(meshes=[mesh])), vaults)
     item = copier.Item((1, 0), 7, 0, Box((0,), (2,)), (0, 1))
     for costs in ([], [(0.0, 0.5), (0.0, 0.4)]):
         copies._costs.extend(costs)
-        copies._ordered(Point(1, {}), {(0, 0): [item]}, {"a": set(), "b": set()})
-    assert [order.send_s for order in told] == [0.0, pytest.approx(0.24)]
+        copies._ordered(Point(1, {}), {(0, rank): [item] for rank in range(3)}, {"a": set(), "b": set()})
+    # A vault sends on what it got from one worker after the other.
+    assert [order.send_s for order in told] == [*[0.0] * 3, *map(pytest.approx, (0.12, 0.12, 0.24))]
+
+
+@pytest.mark.usefixtures("plain_arrays")
+def test_a_pause_in_which_two_points_arrive_leaves_the_pace_of_copies(monkeypatch):
+    pytest.importorskip("ray")
+    copies, vaults, orders = copying_to("a", "b", stages="a")
+    now_s = [copies._begin_s]
+    monkeypatch.setattr(copying, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr("ray.wait", lambda calls, num_returns, timeout: (calls, []))
+    monkeypatch.setattr("ray.get", lambda calls: [copier.Copied(0.0, 8, 0.0)])
+    copies._calls.forget, vaults.keep = lambda number: None, lambda *_: None
+    vaults.marks = lambda: ({at: set().union(*(one.waiting.get(at, ()) for one in copies.flights)) for at in "ab"}, [])
+    for number in (1, 2):
+        now_s[0] += 10.0
+        copies._calls.number = number
+        copies.copy_if_due()
+    now_s[0] += 100.0
+    copies.collect()
+    assert copies.committed.number == 2
+    copies._calls.number = 3
+    copies.copy_if_due()
+    assert orders[-1].send_s == pytest.approx(6.0)
+    now_s[0] += 9.0  # at the end of the step, a vault that takes part from here on gets copies at once
+    copies.copy_again(at_once=True)
+    assert orders[-1].send_s == 0.0
+    copies.collect()
+    now_s[0] += 1.0
+    copies._calls.number = 4
+    copies.copy_if_due()
+    assert orders[-1].send_s == pytest.approx(6.0)
 
 
 def test_memory_is_used_again_only_once_no_vault_reads_it():
@@ -677,7 +708,7 @@ def test_a_point_is_committed_though_copies_of_an_older_one_are_lost(monkeypatch
 def test_a_restored_state_without_copies_is_told(has_copies, monkeypatch, caplog):
     program = Run(SimpleNamespace(worker_class=None))
     program.recovery.watch = SimpleNamespace(raise_lost=lambda: None)
-    monkeypatch.setattr(program.copies, "copy", lambda: None)
+    monkeypatch.setattr(program.copies, "copy", lambda at_once: None)
     monkeypatch.setattr(program.copies, "collect", lambda: None)
     program.vaults.up = {"a": None} if has_copies else {}
     program.brought([])
@@ -697,7 +728,7 @@ def test_a_restored_state_whose_first_copies_were_given_up_is_copied_again(is_in
         if next(looks) == 1:
             program.copies.committed = Point(0, {(0, 1): ()})
 
-    monkeypatch.setattr(program.copies, "copy", lambda: program.copies.flights.append("flight"))
+    monkeypatch.setattr(program.copies, "copy", lambda at_once: program.copies.flights.append("flight"))
     monkeypatch.setattr(program.copies, "collect", collect)
     if not is_in_time:
         monkeypatch.setattr(run_module, "_RESTORED_LIMIT_S", -1.0)
