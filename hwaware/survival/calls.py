@@ -131,7 +131,7 @@ class Calls:
         if self.is_own(arg):
             return Named(vars(arg)[_NAME])
         if is_distributed(arg):
-            return numpy.array(arg._value)
+            return arg._value  # calls that read the same array share its value, into which nobody writes
         return numpy.array(arg) if isinstance(arg, (numpy.ndarray, jax.Array)) else arg
 
     def forget(self, number: int) -> None:
@@ -184,13 +184,17 @@ class Calls:
         return old
 
     def make_again(self, arrays: Dict[Name, Any]) -> int:
-        """Make the noted calls again with these arrays, and return the number of calls."""
+        """Make the noted calls again, and return their number; keep of `arrays` only those that later calls read."""
+        newest = {arg.name: call.number for call in self.log for arg in call.arguments if isinstance(arg, Named)}
         for call in self.log:
             given = [arrays[arg.name] if isinstance(arg, Named) else arg for arg in call.arguments]
             for place, out in enumerate(self.launched(call.executable, given)):
                 name = (call.number, place)
                 arrays[name] = self.become(name, out)
                 self._made[name] = weakref.ref(arrays[name])
+            # The program holds its own; workers have no room for the results of all calls.
+            for name in [name for name in arrays if newest.get(name, 0) <= call.number]:
+                del arrays[name]
         return len(self.log)
 
 

@@ -80,6 +80,43 @@ def test_restored_arrays_are_kept_before_a_call_takes_them(program):
     assert calls.spec(name) is SPEC
 
 
+def test_calls_that_read_an_array_of_another_program_share_one_copy_of_it(program):
+    calls, array = program
+    weights = array()
+    weights.device_mesh, weights._value = SimpleNamespace(), numpy.arange(3)
+    evaluate = Function([SPEC], [SPEC], trains=False)
+    for _ in range(2):
+        called(calls, evaluate, [weights], [array()])
+    assert all(call.arguments[0] is weights._value for call in calls.log)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_calls_made_again_leave_only_the_results_that_somebody_needs(holds, program):
+    """The state is not donated; the first results are read by the last call, too."""
+    calls, array = program
+    on_workers, most = weakref.WeakSet(), []
+
+    def launch(function, *given):
+        most.append(len(on_workers))
+        outs = [array(), array()]
+        on_workers.update(outs)
+        return outs
+
+    step, state = Function([SPEC] * 3, [SPEC] * 2), [array()]
+    step.mesh_group = calls.group
+    calls.bring(state)
+    first = last = called(calls, step, state, launch(step))
+    for _ in range(6):
+        last = called(calls, step, [*last, first[1]] if _ == 5 else last, launch(step))
+    held = last if holds else []
+    calls._launch, arrays = launch, {(0, 1): state[0]}
+    del first, last, most[:]
+    assert calls.make_again(arrays) == 7
+    assert max(most) <= 5  # results of two calls, and one of the first call
+    assert set(on_workers) == set(held)
+    assert set(arrays.values()) <= {*held, *state}
+
+
 def test_placement_specs_of_workers_that_were_left_are_refused():
     class Group(dict):
         """A group of meshes by their numbers."""
