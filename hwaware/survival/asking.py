@@ -39,7 +39,7 @@ def drain(what: str, limit_s: float) -> Dict[str, Drained]:
         asked |= set(vaults)
         for token in asked - set(vaults) - set(outcomes):
             outcomes[token] = Drained(True, True, f"The training has ended, so it does not use {what}.")
-        calls = {actor.drain.remote(what): token for token, actors in vaults.items() for actor in actors}
+        calls = {actor.drain.remote(what, is_first): token for token, actors in vaults.items() for actor in actors}
         arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
         for call in arrived:
             with contextlib.suppress(ray.exceptions.RayError):  # a vault that has ended meanwhile

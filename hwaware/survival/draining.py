@@ -33,12 +33,11 @@ def at_boundary(run: Run) -> None:
 
 
 def _leave(run: Run, asked: Set[str]) -> None:
-    for what in sorted(asked - set(run.drained)):
+    for what in sorted(asked):
         outcome = drain(run, what)
         run.drained[what] = outcome
         LOG.warning("%s", " ".join(outcome[2:]).rstrip())
-        for vault in run.vaults.up.values():
-            vault.actor.tell.remote(what, outcome)
+        run.vaults.tell(what, outcome)
 
 
 def drain(run: Run, what: str) -> Drained:

@@ -140,17 +140,25 @@ class Vault:
             return set(self._marks)
 
     def news(self) -> Tuple[Set[Tuple[int, str]], Set[str], int]:
-        """Return `marks`, what the program is asked to leave, and the serial of the newest `keep`."""
-        with self._lock:
-            asked = set(self._drains)
+        """Return `marks`, what the program shall leave and has not answered about, and the newest serial of `keep`."""
         if self._notice is not None and os.path.exists(self._notice):
-            asked.add(self._address[0])
+            self.drain(self._address[0])
+        with self._lock:
+            asked = {what for what, outcome in self._drains.items() if outcome is None}
         return self.marks(), asked, self._kept
 
-    def drain(self, what: str) -> Optional[Drained]:
-        """Ask the program to leave a host or a device; return how that ended, once it has."""
+    def drain(self, what: str, again: bool = False) -> Optional[Drained]:
+        """Ask the program to leave a host or a device; return how that ended, once it has.
+
+        Args:
+            what: The host or device.
+            again: Let the program try again if it could not leave.
+        """
         with self._lock:
-            return self._drains.setdefault(what, None)
+            known = self._drains.setdefault(what, None)
+            if again and known is not None and not known.done:
+                self._drains[what] = known = None
+            return known
 
     def tell(self, what: str, outcome: Drained) -> None:
         """Keep how the program has left a host or a device, for those that ask."""
@@ -173,11 +181,6 @@ class Vault:
         with self._lock:
             found = [(piece, self._pieces[piece]) for piece in pieces]
         return [(piece, part.read()) for piece, part in found]
-
-    def held_bytes(self) -> int:
-        """Return the bytes of all pieces."""
-        with self._lock:
-            return sum(map(len, self._pieces.values()))
 
     def _collect(self) -> None:
         while True:

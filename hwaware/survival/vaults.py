@@ -13,7 +13,7 @@ from hwaware.runtime import settings as runtime
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process, on_host
 from hwaware.survival.pieces import Name, Piece
-from hwaware.survival.vault import Vault
+from hwaware.survival.vault import Drained, Vault
 from hwaware.transport import Address
 
 # A block of an array.
@@ -43,7 +43,7 @@ class Vaults:
         held: The blocks that each has of the committed point.
         epoch: Number of recoveries; messages of earlier ones are dropped.
         secret, digests: Secret by which workers and vaults know each other; True if messages carry keyed digests.
-        asked: The hosts and devices that the program is asked to leave.
+        asked: The hosts and devices that the program is asked to leave, and has not answered about.
         avoided: Addresses of hosts that take no new copies.
         kept: Serial of the newest committed order for which each vault dropped older points.
     """
@@ -120,6 +120,13 @@ class Vaults:
                 on_host(host, end_process, vault.pid)  # a stopped process cannot even be told to end
                 lost.append(host)
         return found, lost
+
+    def tell(self, what: str, outcome: Drained) -> None:
+        """Tell every vault how the program has left a host or a device."""
+        for vault in self.up.values():
+            vault.actor.tell.remote(what, outcome)
+        self.asked.discard(what)
+        self._asked.clear()  # older answers would ask again
 
     def forget(self, whats: Collection[str]) -> None:
         """Forget that the program was asked to leave these hosts and devices: a host has come back."""

@@ -288,7 +288,7 @@ def test_a_training_leaves_devices(start, undisturbed, tmp_path, monkeypatch):
         asked = pool.submit(CliRunner().invoke, main, ["drain", "elsewhere"])
         wait_until(training, lambda: "elsewhere" in training.run.vaults.asked)
         notice.touch()
-        wait_until(training, lambda: len(training.run.vaults.asked) == 3)
+        wait_until(training, lambda: len(training.run.vaults.asked) == 2)
         training.train(3)
         refused = asked.result(LIMIT_S)
     assert (refused.exit_code, "No training knows a host or device 'elsewhere'" in refused.output) == (2, True)

@@ -288,8 +288,7 @@ def test_a_piece_that_outlives_its_point_outlives_its_message(vault):
     made.keep([(0, 1)], 2, 5)
     ((given, data),) = made.give(made.listing())
     assert (given, bytes(data)) == (pieces[1], bytes(blocks[1]))
-    assert made.held_bytes() == 100
-    assert made._pieces[pieces[1]].start == 0  # alone in its memory
+    assert (made._pieces[pieces[1]].start, len(made._pieces[pieces[1]])) == (0, 100)  # alone in its memory
 
 
 def test_compiled_programs_are_kept_as_long_as_there_is_room(tmp_path):
@@ -919,7 +918,7 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
 def asked_to_drain(monkeypatch, *seen):
     """Ask trainings to leave a host, where the vaults of each look are those given; none answers."""
     pytest.importorskip("ray")
-    looks, vault = list(seen), SimpleNamespace(drain=SimpleNamespace(remote=lambda what: object()))
+    looks, vault = list(seen), SimpleNamespace(drain=SimpleNamespace(remote=lambda *_: object()))
     monkeypatch.setattr(asking, "_vaults", lambda: {token: [vault] for token in looks.pop(0)})
     monkeypatch.setattr(asking, "_ASK_AGAIN_S", 0.0)
     monkeypatch.setattr("ray.wait", lambda calls, num_returns, timeout: ([], calls))
@@ -935,7 +934,7 @@ def test_only_who_waits_for_a_move_reads_about_it(monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setattr(asking, "_ASK_AGAIN_S", 0.0)
     answers = [None, *[Drained(True, True, "The training no longer uses h1.", "It goes on.")] * 2]
-    vault = SimpleNamespace(drain=SimpleNamespace(remote=lambda what: answers.pop(0)))
+    vault = SimpleNamespace(drain=SimpleNamespace(remote=lambda *_: answers.pop(0)))
     monkeypatch.setattr(asking, "_vaults", lambda: {"t1": [vault]})
     monkeypatch.setattr("ray.wait", lambda calls, num_returns, timeout: (calls, []))
     monkeypatch.setattr("ray.get", lambda answer: answer)
@@ -944,6 +943,35 @@ def test_only_who_waits_for_a_move_reads_about_it(monkeypatch):
     first, second = (CliRunner().invoke(main, line).stdout for _ in range(2))
     assert first.startswith("The training no longer uses h1. It goes on.\n")
     assert second.startswith("The training no longer uses h1.\n")
+
+
+@pytest.mark.parametrize("notice", [False, True])
+def test_a_training_that_could_not_leave_a_host_tries_again_when_asked_again(notice, vault, monkeypatch, tmp_path):
+    pytest.importorskip("ray")
+    monkeypatch.setattr("ray.wait", lambda calls, timeout, **_: (calls, []))
+    monkeypatch.setattr("ray.get", lambda answer: answer)
+    made, run, ends = vault[0], Run(SimpleNamespace(worker_class=None, recovering=None)), [False, False, True]
+
+    class Actor:
+        def __getattr__(self, name):
+            return SimpleNamespace(remote=getattr(made, name))
+
+    def boundary(_=None):
+        for _ in range(2):  # the question of one call is answered by the next
+            run.vaults.marks()
+        draining.at_boundary(run)
+
+    run.vaults.up = {"127.0.0.1": vaults._Up(Actor(), None, 0)}
+    monkeypatch.setattr(draining, "drain", lambda run, what: Drained(ends.pop(0), True, "so it ended"))
+    monkeypatch.setattr(asking, "_vaults", lambda: {"t1": [Actor()]})
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=time.monotonic, sleep=boundary))
+    if notice:  # a file that stays does not ask again
+        made._notice = str(tmp_path)
+    for done in (False, False, True):
+        assert asking.drain("127.0.0.1", LIMIT_S)["t1"].done is done
+        boundary()
+    assert (ends, run.vaults.asked) == ([], set())
+    assert run.drained["127.0.0.1"].done
 
 
 def test_the_last_host_is_kept_until_another_one_comes(monkeypatch):
