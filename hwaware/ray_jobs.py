@@ -262,3 +262,8 @@ def daemon_fails(address: str) -> Optional[Exception]:
     known = at([address]) or [node for node in ray_cluster.nodes(alive=False) if node.address == address]
     errors = (ray_cluster.fails_to_answer(address, node.port) for node in known)
     return next((error for error in errors if error is not None), None)
+
+
+def is_there(address: str) -> bool:
+    """Return True if Ray lists the host as alive, and the host's daemon answers."""
+    return bool(at([address])) and daemon_fails(address) is None

@@ -196,7 +196,7 @@ def _lost(member_: Member, lost: str) -> WorkerFailedError:
         )
     reason = "" if answer is not None else _how_it_ended(member_)
     # Ray ends a host's workers before or after its daemon.
-    if answer is not None or not _is_there(address):
+    if answer is not None or not ray_jobs.is_there(address):
         return WorkerFailedError(
             where,
             f"{lost}, because Ray is gone on host {address}: its daemon (raylet) has ended.",
@@ -222,11 +222,6 @@ def _silent(member_: Member, silence: Silence) -> WorkerFailedError:
         "network answers: the host is frozen or overloaded.",
         f"look at host {address} (a paused container or virtual machine, swapping), {_AGAIN}",
     )
-
-
-def _is_there(address: str) -> bool:
-    """Return True if Ray lists the host as alive, and the host's daemon answers."""
-    return bool(ray_jobs.at([address])) and ray_jobs.daemon_fails(address) is None
 
 
 def _how_it_ended(member_: Member) -> str:

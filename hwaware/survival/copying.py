@@ -9,6 +9,7 @@ import time
 from collections import Counter, deque
 from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
+from hwaware import ray_jobs
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.device_places import device_places
 from hwaware.formatting import BYTES, text
@@ -61,7 +62,7 @@ class Copies:
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
         events: The losses so far.
-        lost: Addresses of hosts whose vault was lost.
+        lost: Addresses of hosts that were lost with their vault.
     """
 
     every: Optional[int] = None
@@ -272,7 +273,8 @@ class Copies:
         LOG.warning("%s", messages.vault_lost(what))
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])
-        self.lost.add(host)
+        if not ray_jobs.is_there(host):
+            self.lost.add(host)
         self.flights, self._newest = [], _NEVER
 
     def _rates(self) -> Dict[Tuple[str, str], float]:

@@ -418,6 +418,28 @@ def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
     assert copies.hosts() == {"a", "b"}
 
 
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_vault_that_ends_on_the_only_idle_host_is_replaced_if_ray_answers_there(is_there, monkeypatch):
+    def mesh(*addresses):
+        info = [{"NodeManagerAddress": address} for address in addresses]
+        return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        node = SimpleNamespace(address="127.0.0.1", port=server.getsockname()[1])
+        if not is_there:
+            server.close()
+        monkeypatch.setattr(ray_cluster, "nodes", lambda alive=True: [node])
+        group = SimpleNamespace(meshes=[mesh("a")], parent=mesh("a", "127.0.0.1"))
+        calls = SimpleNamespace(group=group, recipe=lambda: None, number=1)
+        lost = SimpleNamespace(
+            up={"a": None, "127.0.0.1": None}, avoided=set(), marks=lambda: ({}, ["127.0.0.1"]), drop=lambda hosts: None
+        )
+        copies = Copies(calls, lost)
+        assert copies.hosts() == {"a", "127.0.0.1"}
+        copies.collect()
+    assert copies.hosts() == ({"a", "127.0.0.1"} if is_there else {"a"})
+
+
 def copying_to(*up, stages=("a", "b", "c")):
     """Return copies of a program with one array a stage, its vaults, and the orders that its workers get."""
     orders, started = [], []
