@@ -187,8 +187,13 @@ class Recovery:
 
     def _stop(self, actors: Dict[Place, Any]) -> None:
         """Free the surviving workers of what they do, and forget the old group."""
+        import ray
+
         for actor in actors.values():
             actor.abandon.options(concurrency_group=CONTROL).remote("the program is placed again")
+        for place in map(self._place_of, self.watch.members):
+            if place.workers > 1 and _key(place) in actors:  # its JAX keeps the devices of the whole stage
+                ray.kill(actors.pop(_key(place)))
         self.watch.close()
         for mesh in self._calls.group.meshes:
             mesh.workers, mesh.launched = None, False
@@ -262,11 +267,12 @@ class Recovery:
         for name in needed:
             arrays[name] = placed(group.meshes, calls.spec(name), name, wanted)
         gifts: List[Any] = []
+        reused = {place for place, actor in self.used.items() if actor._actor_id not in self._fresh}
         self._moved_bytes = 0
         for (mesh, host), asked in wanted.items():
             address = group.meshes[mesh].host_info[host]["NodeManagerAddress"]
             place = (address, tuple(group.meshes[mesh].devices[host]))
-            these = [_kept(one, former.get(one.name, {}), place) if place in self.used else one for one in asked]
+            these = [_kept(one, former.get(one.name, {}), place) if place in reused else one for one in asked]
             names = {one.name for one in these if one.former is None}
             own = [own_piece(name, values[name]) for name in names if name in values]
             refs = []

@@ -277,6 +277,30 @@ def as_two_hosts(monkeypatch):
 
 
 @pytest.mark.thorough
+def test_a_stage_across_hosts_moves_to_one_of_them(four, monkeypatch):
+    """The worker there has JAX's devices of both hosts, so another one takes its place."""
+    import alpa
+
+    from hwaware.survival import moving
+
+    as_two_hosts(monkeypatch)
+    kind = KIND_OF["two hosts"]
+    calm, _ = trained(four, kind, survives=False)
+    function, state = made_of(Mlp(), adam())
+    losses = []
+    with running(four, True, kind.stages) as method:
+        step = alpa.parallelize(function, method=method)
+        for number in range(STEPS):
+            if number == KILLED_STEP:
+                moving.move_to(plan(stage(0, 3, "here:1"), num_microbatches=MICROBATCHES), "the test asks for it")
+            state, loss = step(state, batch_of(number))
+            losses.append(float(loss._value))
+        assert [one.devices for one in hwaware.last_plan().stages] == [("here:1",)]
+    assert [(event.kind, event.tries) for event in hwaware.last_history().events] == [("moved", 1)]
+    np.testing.assert_allclose(losses, calm, rtol=1e-6)
+
+
+@pytest.mark.thorough
 def test_replicas_lose_a_device(four):
     """The program goes on on other devices, where gradients are summed in another order."""
     import alpa

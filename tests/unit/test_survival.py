@@ -893,6 +893,48 @@ def test_a_process_that_still_starts_is_not_lost(is_new, monkeypatch):
     assert (actors, recovery.restarts, ended) == expected
 
 
+def test_a_worker_of_a_stage_across_hosts_is_not_used_for_another_stage(monkeypatch):
+    """Its JAX keeps the devices of the whole stage, also those of a lost host, as long as its process lives."""
+    ray = pytest.importorskip("ray")
+    ended, workers = [], {name: MagicMock(_actor_id=name) for name in "abc"}
+    monkeypatch.setattr(ray, "kill", ended.append)
+    monkeypatch.setattr(recovering.leaves, "place_of", lambda mesh, rank: mesh.places[rank])
+    meshes = [
+        SimpleNamespace(
+            workers=[workers[name] for name in names],
+            places=[SimpleNamespace(address=name, devices=(0,), workers=len(names)) for name in names],
+        )
+        for names in ("ab", "c")
+    ]  # fmt: skip
+    recovery = recovering.Recovery(SimpleNamespace(group=SimpleNamespace(meshes=meshes)), None, None)
+    recovery.watch = SimpleNamespace(
+        members=[SimpleNamespace(actor=one) for one in workers.values()], close=lambda: None
+    )
+    actors = {("b", (0,)): workers["b"], ("c", (0,)): workers["c"]}  # host a is lost
+    recovery._stop(actors)
+    assert (actors, ended) == ({("c", (0,)): workers["c"]}, [workers["b"]])
+
+
+@pytest.mark.parametrize("is_fresh", [True, False])
+def test_a_worker_that_a_move_has_started_takes_all_its_arrays_in(is_fresh, monkeypatch):
+    given, place, name = [], ("a", (0,)), (1, 0)
+    wants = Wanted(name, 7, numpy.dtype("float32"), (Box((0,), (2,)),))
+    monkeypatch.setattr(recovering, "holders", lambda array: {place: ("old", wants.boxes)})
+    monkeypatch.setattr(recovering, "placed", lambda meshes, spec, name, wanted: wanted[0, 0].append(wants))
+    worker = SimpleNamespace(take_in=SimpleNamespace(remote=lambda asked, *_: given.extend(asked)), _actor_id="new")
+    info = [{"NodeManagerAddress": "a"}]
+    mesh = SimpleNamespace(num_hosts=1, host_info=info, devices=[[0]], workers=[worker])
+    calls = SimpleNamespace(
+        group=SimpleNamespace(meshes=[mesh]), needed=lambda point: [name], live=lambda: {name: "array"},
+        spec=lambda name: None, become=lambda name, array: array,
+    )  # fmt: skip
+    recovery = recovering.Recovery(calls, None, SimpleNamespace(values={}))
+    recovery.watch, recovery.is_moving = SimpleNamespace(wait=lambda *_: None), True
+    recovery.used, recovery._fresh = {place: worker}, {"new"} if is_fresh else set()
+    recovery._restored(Point(1, {name: (2,)}), {})
+    assert [one.former for one in given] == [None if is_fresh else "old"]
+
+
 @pytest.mark.parametrize(("number", "count"), [(3, 2), (4, 1)])
 def test_only_a_newer_point_makes_up_for_lost_processes(number, count, monkeypatch):
     def fails(*_):
