@@ -96,6 +96,7 @@ class Copies:
         group, vaults, rates = self._calls.group, self._vaults, self._rates()
         found = {info["NodeManagerAddress"] for mesh in group.meshes for info in mesh.host_info}
         idle = {address for address, _ in meshes.mesh_places(group.parent)} - found - vaults.avoided - self.lost
+        idle -= vaults.late()
         return found.union(*(idle_buddy(host, found - {host}, idle, vaults.up, rates) for host in found))
 
     def _warn_if_alone(self, hosts: Set[str]) -> None:
@@ -105,7 +106,7 @@ class Copies:
         self._is_alone = len(hosts) == 1
 
     def copy_if_due(self) -> None:
-        """Copy what the program holds after a call, if the last copies are old enough, or a vault has come up since."""
+        """Copy after a call, if the last copies are old enough, or a vault has come up since."""
         self._called_s, before = time.monotonic(), set(self._vaults.up)
         self._vaults.use_started(0)
         if set(self._vaults.up) - before:  # some arrays may be on one host only

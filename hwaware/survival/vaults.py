@@ -60,6 +60,7 @@ class Vaults:
         self._token = secrets.token_hex(4)
         # Vaults that are not up yet: the actor, the call for its address, and the call for its process.
         self._starting: Dict[str, Tuple[Any, Any, Any]] = {}
+        self._start_s: Dict[str, float] = {}  # when the newest vault of each host was started
         # The question to each vault that it has not answered yet, and when it was asked.
         self._asked: Dict[str, Tuple[Any, float]] = {}
 
@@ -73,7 +74,12 @@ class Vaults:
             name = f"{PREFIX} {self._token} {host} {secrets.token_hex(4)}"
             named = actor.options(name=name, namespace=NAMESPACE)
             started = named.remote(host, self.secret, self.digests, os.environ.get(NOTICE) or None)
+            self._start_s[host] = time.monotonic()
             self._starting[host] = (started, started.mailbox_address.remote(), started.process_id.remote())
+
+    def late(self) -> Set[str]:
+        """Return the hosts whose vault should have started by now, and has not."""
+        return {host for host in self._starting if time.monotonic() - self._start_s[host] > START_LIMIT_S}
 
     def use_started(self, limit_s: float) -> None:
         """Use the vaults that have started, or that start within a limit."""

@@ -388,7 +388,7 @@ def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
     calls = SimpleNamespace(
         group=SimpleNamespace(meshes=[mesh("a")], parent=mesh("a", "b", "c", "d")), recipe=lambda: None
     )
-    copies = Copies(calls, SimpleNamespace(up={"d": None}, avoided={"b"}))
+    copies = Copies(calls, SimpleNamespace(up={"d": None}, avoided={"b"}, late=set))
     assert copies.hosts() == {"a", "d"}
     copies.lost.add("d")
     assert copies.hosts() == {"a", "c"}
@@ -409,7 +409,7 @@ def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
         host_info=[{"NodeManagerAddress": name} for name in "abcd"], num_hosts=4, devices=[[0]] * 4
     )
     calls = SimpleNamespace(group=SimpleNamespace(meshes=stages, parent=parent))
-    copies = Copies(calls, SimpleNamespace(up={}, avoided=set()))
+    copies = Copies(calls, SimpleNamespace(up={}, avoided=set(), late=set))
     assert copies.hosts() == {"a", "b", "c"}
     copies._vaults.up["d"] = None
     assert copies.hosts() == {"a", "b", "d"}
@@ -432,12 +432,38 @@ def test_a_vault_that_ends_on_the_only_idle_host_is_replaced_if_ray_answers_ther
         group = SimpleNamespace(meshes=[mesh("a")], parent=mesh("a", "127.0.0.1"))
         calls = SimpleNamespace(group=group, recipe=lambda: None, number=1)
         lost = SimpleNamespace(
-            up={"a": None, "127.0.0.1": None}, avoided=set(), marks=lambda: ({}, ["127.0.0.1"]), drop=lambda hosts: None
-        )
+            up={"a": None, "127.0.0.1": None}, avoided=set(), late=set,
+            marks=lambda: ({}, ["127.0.0.1"]), drop=lambda hosts: None,
+        )  # fmt: skip
         copies = Copies(calls, lost)
         assert copies.hosts() == {"a", "127.0.0.1"}
         copies.collect()
     assert copies.hosts() == ({"a", "127.0.0.1"} if is_there else {"a"})
+
+
+def test_an_idle_host_whose_vault_does_not_start_is_not_counted_on(monkeypatch):
+    """As where the host ends a moment after its first vault: Ray waits for it without a limit."""
+    ray = pytest.importorskip("ray")
+
+    def mesh(*addresses):
+        info = [{"NodeManagerAddress": address} for address in addresses]
+        return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
+
+    monkeypatch.setattr(ray, "remote", lambda **_: lambda kind: MagicMock())
+    found = vaults.Vaults()
+    copies = Copies(
+        SimpleNamespace(group=SimpleNamespace(meshes=[mesh("a")], parent=mesh("a", "b", "c")), recipe=lambda: None),
+        found,
+    )
+    assert copies.hosts() == {"a", "b"}
+    found.start(["b"])
+    assert copies.hosts() == {"a", "b"}
+    monkeypatch.setattr(vaults, "START_LIMIT_S", -1.0)
+    assert copies.hosts() == {"a", "c"}
+    found.start(["a", "c"])
+    assert copies.hosts() == {"a"}
+    found.up["b"] = found._starting.pop("b")
+    assert copies.hosts() == {"a", "b"}
 
 
 def copying_to(*up, stages=("a", "b", "c")):
@@ -460,7 +486,7 @@ def copying_to(*up, stages=("a", "b", "c")):
         started.clear()
 
     vaults = SimpleNamespace(
-        up={}, held={}, avoided=set(), epoch=0, secret=b"s", digests=False, kept={}, started=started,
+        up={}, held={}, avoided=set(), late=set, epoch=0, secret=b"s", digests=False, kept={}, started=started,
         start=lambda hosts: None, use_started=use_started,
     )  # fmt: skip
     started.extend(up)
