@@ -119,7 +119,9 @@ def require_workers(mesh: Any) -> None:
         if run is not None and run.ended is not None:
             raise run.ended
         raise UnusableInputError(
-            "The workers that had this array have ended.", "read and save arrays before alpa.shutdown()."
+            "The workers of this array or function have ended.",
+            "read and save arrays before alpa.shutdown(); call the function that alpa.parallelize returned, not an "
+            "executable from before alpa.shutdown().",
         )
 
 

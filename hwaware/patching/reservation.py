@@ -1,4 +1,4 @@
-"""Start Alpa on a Ray cluster: leave out hosts that do not answer, and name jobs that use devices.
+"""Start and end Alpa on a Ray cluster: leave out hosts that do not answer, name jobs that use devices.
 
 Alpa 0.2.3 counts every host that Ray believes in, and waits 100 s for their devices. Then it says that a placement
 group timed out. Ray believes in a lost host for up to a minute.
@@ -26,6 +26,8 @@ _INDICES = "hwaware_indices"
 # Attribute of Alpa's cluster: True if the program asked for the whole cluster.
 _WHOLE = "hwaware_whole"
 LOG = logging.getLogger("hwaware")
+# The platform that JAX had before Alpa let the driver compute on CPUs; empty without `alpa.init`.
+_platforms: List[str] = []
 
 
 class Share(NamedTuple):
@@ -46,6 +48,7 @@ def init(original: Any) -> Callable[..., None]:
     @functools.wraps(original)
     def replacement(cluster: str = "ray", *args: Any, **kwargs: Any) -> None:
         import alpa.api
+        import alpa.util
         import ray
 
         before = alpa.api.is_initialized
@@ -55,6 +58,8 @@ def init(original: Any) -> Callable[..., None]:
             original(cluster, *args, **kwargs)
         except BaseException as error:
             alpa.api.is_initialized = before  # Alpa sets it before it starts, so a second call would do nothing
+            if not before:
+                alpa.util.update_jax_platform("gpu")
             if isinstance(error, (ConnectionError, *ray_cluster.errors())):
                 fix = "start Ray (ray start --head), or connect before (ray.init(address='HOST:PORT'))."
                 if ray_cluster.asks_for_token(error):
@@ -62,6 +67,35 @@ def init(original: Any) -> Callable[..., None]:
                 what = f"alpa.init found no Ray cluster that it can use: {ray_cluster.last_line(error)}."
                 raise ClusterUnreachableError(what, fix) from error
             raise
+
+    return replacement
+
+
+def update_jax_platform(original: Any) -> Callable[[str], None]:
+    """Wrap Alpa's function: when Alpa ends, JAX gets its platform of before, and not a GPU, which may be missing."""
+
+    def replacement(platform: str) -> None:
+        import jax
+
+        if platform == "cpu":
+            _platforms.append(jax.config.read("jax_platform_name"))
+            original(platform)
+        elif _platforms:
+            original(_platforms.pop())
+
+    return replacement
+
+
+def shutdown(original: Any) -> Callable[[], None]:
+    """Wrap Alpa's function: forget the compiled functions, whose workers end. Their next calls compile them again."""
+
+    def replacement() -> None:
+        import alpa.api
+
+        try:
+            original()
+        finally:
+            alpa.api.clear_executable_cache()
 
     return replacement
 
@@ -236,5 +270,7 @@ def require_hosts(addresses: Sequence[str]) -> None:
 # The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
 PATCHES = (
     Patch(Target("alpa.api", "init", ("64977fba7572b3b8",)), init),
+    Patch(Target("alpa.api", "shutdown", ("83def697396b2d8a",)), shutdown),
+    Patch(Target("alpa.util", "update_jax_platform", ("b819d759ad844fa3",)), update_jax_platform),
     Patch(Target("alpa.device_mesh", "DeviceCluster.__init__", ("f83a2f8a9d6c3663",)), device_cluster),
 )

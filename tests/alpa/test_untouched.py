@@ -1,6 +1,7 @@
 """A program that knows nothing of hwaware, run with HWAWARE_PROFILE: placed by the profile; not at all without it."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -58,6 +59,20 @@ def in_a_worker():
 
 
 print("applied in a worker", ray.get(in_a_worker.remote()))
+"""
+AGAIN = """
+from hwaware.errors import UnusableInputError
+
+executable = train_step.get_last_executable()
+alpa.shutdown()
+try:
+    executable.launch_on_driver(*weights, jnp.ones((8, 32)))
+except UnusableInputError as error:
+    print("refused", error)
+print("devices", jax.devices())
+alpa.init(cluster="ray")
+weights = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
+print("again", float(train_step(weights, jnp.ones((8, 32)))[1]._value))
 alpa.shutdown()
 ray.shutdown()
 """
@@ -87,9 +102,7 @@ def test_a_program_that_does_not_shut_alpa_down_ends_without_another_ray(end, tm
     autoload.switch_on(str(tmp_path))
     profile().save(tmp_path / "cluster.json")
     script = tmp_path / "train.py"
-    program = PROGRAM.replace("FOLDER", repr(short_folder)).replace("alpa.shutdown()\nray.shutdown()\n", end)
-    assert "alpa.shutdown" not in program
-    script.write_text(program)
+    script.write_text(PROGRAM.replace("FOLDER", repr(short_folder)) + end)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, autoload.VARIABLE: "cluster.json"}
     environment.pop("RAY_ENABLE_AUTO_CONNECT", None)  # as in a user's shell
@@ -105,7 +118,7 @@ def test_the_program_as_it_is(tmp_path, short_folder):
     autoload.switch_on(str(tmp_path))
     profile().save(tmp_path / "cluster.json")
     script = tmp_path / "train.py"
-    script.write_text(PROGRAM.replace("FOLDER", repr(short_folder)))
+    script.write_text(PROGRAM.replace("FOLDER", repr(short_folder)) + AGAIN)
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
@@ -116,7 +129,10 @@ def test_the_program_as_it_is(tmp_path, short_folder):
     assert done.returncode == 0, done.stderr
     assert "loss 0.1104" in done.stdout
     assert "applied in a worker False" in done.stdout
+    assert re.search(r"^refused The workers of this .* have ended\..*To fix: .*alpa\.shutdown", done.stdout, re.M)
+    assert "devices [CpuDevice(id=0)]" in done.stdout
+    assert "again 0.1104" in done.stdout
     told = [line for line in done.stderr.splitlines() if line.startswith("hwaware: a step likely takes ")]
-    assert len(told) == 1, done.stderr
+    assert len(told) == 2, done.stderr  # one for each start of Alpa
     assert "with hwaware's mapping" in told[0]
     assert "with Alpa's: " in told[0]

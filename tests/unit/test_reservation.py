@@ -132,11 +132,16 @@ def test_a_plan_on_a_host_that_is_gone_is_refused(monkeypatch):
     (ClusterUnreachableError("The devices are in use.", "wait."), r"The devices are in use\. To fix: wait\."),
 ])  # fmt: skip
 def test_a_start_that_failed_can_be_tried_again(monkeypatch, raised, expected):
-    """Alpa notes first that it is initialized, so a second call would do nothing."""
+    """Alpa notes first that it is initialized, and computes on CPUs: a second call would do nothing."""
     api = types.SimpleNamespace(is_initialized=False)
+    platforms = ["tpu"]
+    jax_config = types.SimpleNamespace(read=lambda name: platforms[-1])
+    monkeypatch.setitem(sys.modules, "jax", types.SimpleNamespace(config=jax_config))
+    util = types.SimpleNamespace(update_jax_platform=reservation.update_jax_platform(platforms.append))
     modules = {
-        "alpa": types.SimpleNamespace(api=api),
+        "alpa": types.SimpleNamespace(api=api, util=util),
         "alpa.api": api,
+        "alpa.util": util,
         "ray": types.SimpleNamespace(is_initialized=lambda: True),
     }
     for name, module in modules.items():
@@ -144,8 +149,10 @@ def test_a_start_that_failed_can_be_tried_again(monkeypatch, raised, expected):
 
     def init(cluster):
         api.is_initialized = True
+        util.update_jax_platform("cpu")
         raise raised
 
     with pytest.raises(ClusterUnreachableError, match=expected):
         reservation.init(init)("ray")
     assert not api.is_initialized
+    assert platforms == ["tpu", "cpu", "tpu"]
