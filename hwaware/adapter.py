@@ -94,19 +94,22 @@ class Observer:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
 
-    def compiled(self, arguments: Dict[str, Any], took_s: float) -> Optional[Callable[[Any], Adapter]]:
+    def compiled(
+        self, arguments: Dict[str, Any], took_s: float, is_launched: bool
+    ) -> Optional[Callable[[Any], Adapter]]:
         """Return what makes the adapter of a function that was compiled; None for one that does not adapt.
 
         Args:
             arguments: Those of its compilation.
             took_s: Time that it took.
+            is_launched: True if another function's workers ran before it.
         """
         if arguments["pipeline_schedule"] == "inference":
             return None
         placement = stage_option.settings_of(arguments["stage_option"])
         workload, plan = stage_option.last_workload(), stage_option.last_plan()
         if placement is None or workload is None or plan is None:
-            if arguments["virtual_mesh"].launched_physical_mesh_group is None:  # no other function's workers
+            if not is_launched:
                 LOG.warning("adapt has no effect on a program whose stages hwaware does not choose.")
             return None
         compile_s = took_s - stage_option.last_calibration_s()

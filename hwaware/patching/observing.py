@@ -20,9 +20,9 @@ def set_default(observer: Optional[Any]) -> None:
 def compiled(arguments: Dict[str, Any], compile_now: Callable[[Dict[str, Any]], Any]) -> Any:
     """Compile a program. The observer in charge may remember what it needs to adapt the program."""
     (observer,) = _default
-    begin_s = time.monotonic()
+    begin_s, is_launched = time.monotonic(), arguments["virtual_mesh"].launched_physical_mesh_group is not None
     config = compile_now(arguments)
-    make = None if observer is None else observer.compiled(arguments, time.monotonic() - begin_s)
+    make = None if observer is None else observer.compiled(arguments, time.monotonic() - begin_s, is_launched)
     if make is not None:
         setattr(config.outs_handler, _MAKE, make)
     return config

@@ -88,3 +88,16 @@ def test_it_says_what_it_would_do_or_does_it_with_equal_losses(slow_first_device
     shown = CliRunner().invoke(main, ["show", str(tmp_path / "history.json")])
     assert shown.exit_code == 0, shown.output
     assert "here:0 x 3.00" in shown.stdout
+
+
+def test_a_program_that_fixes_its_stages_is_told_that_adapt_has_no_effect(pipeline, profile, model, caplog):
+    import hwaware
+
+    def step(state, batch):
+        import alpa
+
+        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+    with hwaware.enabled(profile, costs="model", adapt="log"):
+        pipeline(step, model.initial_state(), model.batch(0, 8), stages=2)
+    assert "adapt has no effect on a program whose stages hwaware does not choose." in caplog.text
