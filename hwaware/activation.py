@@ -234,6 +234,7 @@ def install_once() -> None:
     """Put the override in place for explicit stage options, once, without changing what "auto" means."""
     with _lock:
         if not _explicit:
+            autoload.act()
             adapts = adapter.settings_of(None, None)
             _explicit.append(_installed(None, _survives(None, adapts), adapts))
             _let_newest_decide()

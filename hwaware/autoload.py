@@ -79,35 +79,14 @@ def cancel() -> None:
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Hook)]
 
 
-class _Hook(MetaPathFinder):
-    """A finder that finds Alpa by the other finders, and lets `_EnablingLoader` load it."""
+def act() -> None:
+    """Enable hwaware if the hook still waits for Alpa, which hwaware is about to import itself.
 
-    def __init__(self, profile: Optional[str]) -> None:
-        self._profile = profile
-
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
-        if fullname != _ALPA:
-            return None
-        for finder in sys.meta_path:
-            spec = None if isinstance(finder, _Hook) else finder.find_spec(fullname, path, target)
-            if spec is not None:
-                spec.loader = _EnablingLoader(self._profile)
-                return spec
-        return None
-
-
-class _EnablingLoader(Loader):
-    """A loader that enables hwaware, which imports Alpa itself, and returns that module.
-
-    Without a profile, it tells which variables have a similar name.
+    Without a profile, tell which variables have a similar name.
     """
-
-    def __init__(self, profile: Optional[str]) -> None:
-        self._profile = profile
-
-    def create_module(self, spec: ModuleSpec) -> Any:
+    for hook in [finder for finder in sys.meta_path if isinstance(finder, _Hook)]:
         cancel()
-        if self._profile is None:
+        if hook.profile is None:
             if not in_ray_worker():
                 what = f"{VARIABLE} is not set, but {', '.join(_misspelt())} is"
                 print(f"hwaware stays off: {what}. To fix: correct the name, or unset it.", file=sys.stderr)
@@ -115,7 +94,31 @@ class _EnablingLoader(Loader):
             # Workers compile nothing, and the profile may exist on the driver's host alone.
             importlib.import_module("hwaware.patching.stock_jax").install()
         else:
-            _enable(self._profile)
+            _enable(hook.profile)
+
+
+class _Hook(MetaPathFinder):
+    """A finder that finds Alpa by the other finders, and lets `_EnablingLoader` load it."""
+
+    def __init__(self, profile: Optional[str]) -> None:
+        self.profile = profile
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
+        if fullname != _ALPA:
+            return None
+        for finder in sys.meta_path:
+            spec = None if isinstance(finder, _Hook) else finder.find_spec(fullname, path, target)
+            if spec is not None:
+                spec.loader = _EnablingLoader()
+                return spec
+        return None
+
+
+class _EnablingLoader(Loader):
+    """A loader that lets the hook act, which imports Alpa itself, and returns that module."""
+
+    def create_module(self, spec: ModuleSpec) -> Any:
+        act()
         module = importlib.import_module(_ALPA)
         self._own_spec = module.__spec__
         return module

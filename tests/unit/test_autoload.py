@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import textwrap
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from builders import cluster, device
 
 import hwaware
 from hwaware import autoload
@@ -124,6 +126,17 @@ def test_without_alpa_the_import_fails_as_ever(folder):
 def test_a_program_that_enables_by_itself_decides(folder):
     code = "import hwaware.autoload as a; a.cancel(); import alpa; print(hasattr(alpa, 'enabled_with'))"
     assert run(PRETEND + code, folder, "cluster.json").stdout == "False\n"
+
+
+@pytest.mark.skipif(find_spec("alpa") is None, reason="needs Alpa")
+def test_an_option_that_imports_alpa_first_leaves_the_profile_in_force(tmp_path):
+    autoload.switch_on(str(tmp_path))
+    cluster([device("here:0", 1.0)]).save(tmp_path / "cluster.json")
+    code = "import hwaware; hwaware.HardwareAwareStageOption('cluster.json'); import alpa\n"
+    code += "from hwaware.patching import stage_option; print(stage_option.has_default())"
+    for profile, expected in (("cluster.json", "True\n"), (None, "False\n")):
+        done = run(code, tmp_path, profile, JAX_PLATFORMS="cpu")
+        assert done.stdout == expected, done.stderr
 
 
 def test_workers_of_ray_are_not_enabled(folder):
