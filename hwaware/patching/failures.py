@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster
@@ -19,6 +20,8 @@ LOG = logging.getLogger("hwaware")
 # Not empty once the program ends.
 _ENDS: List[bool] = []
 atexit.register(_ENDS.append, True)
+# The launched mesh groups: Alpa itself knows only the newest one.
+_groups: Any = weakref.WeakSet()
 
 
 def put_under_watch(mesh: Any, members: Sequence[Any]) -> None:
@@ -37,6 +40,7 @@ def watch_over(group: Any) -> None:
     watch = make(members, settings.current().step_limit_s, ray_cluster.head_address())
     for mesh in [group, *group.meshes]:
         setattr(mesh, _WATCH, watch)
+    _groups.add(group)
     if rescuer is not None:
         rescuer.launched(group, watch)
 
@@ -108,13 +112,13 @@ def require_kept(reference: Any) -> None:
 
 
 def require_workers(mesh: Any) -> None:
-    """Refuse a mesh whose workers have ended.
+    """Refuse a mesh, or a group of meshes, whose workers have ended.
 
     Raises:
         UnusableInputError: The program itself has ended them.
         WorkerFailedError: A failure has ended the program.
     """
-    if mesh.workers is None:
+    if any(one.workers is None for one in getattr(mesh, "meshes", [mesh])):
         run = rescue.run_of(mesh)
         if run is not None and run.ended is not None:
             raise run.ended
@@ -181,6 +185,13 @@ def shutdown(original: Any) -> Callable[..., Any]:
             original(self, forced)
 
     return replacement
+
+
+def shut_down_groups(virtual_mesh: Any) -> None:
+    """End the workers of all functions that were compiled for a virtual mesh."""
+    for group in [one for one in _groups if one.parent is virtual_mesh]:
+        group.shutdown()
+        virtual_mesh.launched_physical_mesh_group = None
 
 
 def while_ray_runs(original: Any) -> Callable[..., Any]:

@@ -67,8 +67,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
     def launch(self: Any, *args: Any) -> Any:
         from alpa.device_mesh import DistributedArray
 
-        for mesh in self.mesh_group:
-            failures.require_workers(mesh)
+        failures.require_workers(self.mesh_group)
         args = _apart(self, args)
         batches.catch_up(self.mesh_group)
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):

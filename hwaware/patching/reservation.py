@@ -13,6 +13,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 
 from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import AlpaError, ClusterUnreachableError
+from hwaware.patching import failures
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.ray_cluster import Node
 
@@ -87,12 +88,17 @@ def update_jax_platform(original: Any) -> Callable[[str], None]:
 
 
 def shutdown(original: Any) -> Callable[[], None]:
-    """Wrap Alpa's function: forget the compiled functions, whose workers end. Their next calls compile them again."""
+    """Wrap Alpa's function: end the workers of all functions, and forget the functions. Later calls compile them again.
+
+    Alpa ends only the newest workers, and keeps every compiled function.
+    """
 
     def replacement() -> None:
         import alpa.api
+        from alpa import device_mesh
 
         try:
+            failures.shut_down_groups(device_mesh.global_virtual_physical_mesh)
             original()
         finally:
             alpa.api.clear_executable_cache()

@@ -64,7 +64,14 @@ AGAIN = """
 from hwaware.errors import UnusableInputError
 
 executable = train_step.get_last_executable()
+workers = [worker for mesh in executable.mesh_group for worker in mesh.workers]
+train_step.get_executable(weights, jnp.ones((4, 32)))  # gets workers of its own, which Alpa calls the newest
 alpa.shutdown()
+for worker in workers:
+    try:
+        ray.get(worker.process_id.remote(), timeout=60)
+    except ray.exceptions.RayActorError:
+        print("ended")
 try:
     executable.launch_on_driver(*weights, jnp.ones((8, 32)))
 except UnusableInputError as error:
@@ -129,10 +136,11 @@ def test_the_program_as_it_is(tmp_path, short_folder):
     assert done.returncode == 0, done.stderr
     assert "loss 0.1104" in done.stdout
     assert "applied in a worker False" in done.stdout
+    assert "ended\n" in done.stdout
     assert re.search(r"^refused The workers of this .* have ended\..*To fix: .*alpa\.shutdown", done.stdout, re.M)
     assert "devices [CpuDevice(id=0)]" in done.stdout
     assert "again 0.1104" in done.stdout
     told = [line for line in done.stderr.splitlines() if line.startswith("hwaware: a step likely takes ")]
-    assert len(told) == 2, done.stderr  # one for each start of Alpa
+    assert len(told) == 3, done.stderr  # one for each time that Alpa has compiled the function
     assert "with hwaware's mapping" in told[0]
     assert "with Alpa's: " in told[0]
