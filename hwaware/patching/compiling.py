@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sysconfig
 import traceback
@@ -14,7 +15,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError
-from hwaware.patching import stage_option
+from hwaware.patching import failures, stage_option
 from hwaware.patching.refusals import Names
 
 # Function of Alpa -> words for what Alpa does in it. The one that was called last decides.
@@ -39,6 +40,9 @@ _CALLERS = ("ret", "wrapped", "trace_jaxpr_with_micro_batch")
 # Packages that Alpa and hwaware call: an error below them is about what Alpa or hwaware asked for.
 _CALLED = ("standard", *JAX_PACKAGES, "numpy", "scipy", "numba", "pulp", "ray", "opt_einsum", "msgspec")
 _OWN = ("alpa", "hwaware")
+# Attribute of Alpa's virtual meshes: the functions that have workers of their own there.
+_FUNCTIONS = "hwaware_functions"
+LOG = logging.getLogger("hwaware")
 _SCHEDULES = ("1f1b", "1f1b_overlap_friendly", "gpipe", "inference")
 
 
@@ -53,8 +57,12 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
         _require_method(arguments["pipeline_schedule"], arguments["num_microbatch"])
         stage_option.require_profile(arguments["stage_option"], arguments["virtual_mesh"])
         _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
+        places = stage_option.settings_of(arguments["stage_option"]) is not None
         try:
-            return original(*args, **kwargs)
+            executable = original(*args, **kwargs)
+            if places:
+                _note_workers(executable.mesh_group, arguments["fun"])
+            return executable
         except HwawareError:
             raise
         except Exception as error:
@@ -67,6 +75,68 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
             _Context.trees = ()
 
     return replacement
+
+
+def _note_workers(group: Any, function: Any) -> None:
+    """Remember the function of new workers, and warn if it has other workers already."""
+    functions = vars(group.parent).setdefault(_FUNCTIONS, [])
+    if any(one is function.f for one in functions):
+        LOG.warning(
+            "Alpa has compiled %s again, for arguments of other shapes or types. Its second set of workers has the "
+            "same devices, and gets arrays through the driver. To fix: give all calls arguments of the same shapes and "
+            "types. Drop or pad a smaller last batch.",
+            function.__name__,
+        )
+    functions.append(function.f)
+
+
+def on_workers_of(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """Return a wrapper of Alpa's function: compile for the workers of a followed function, not for the newest workers.
+
+    Args:
+        name: The argument with the followed function.
+    """
+
+    def make(original: Any) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(*args, **kwargs)
+            followed = bound.arguments[name] = _Followed(bound.arguments[name])
+            try:
+                return original(*bound.args, **bound.kwargs)
+            finally:
+                followed.restore()
+
+        return replacement
+
+    return make
+
+
+class _Followed:
+    """Stand for a followed function. Once Alpa has its executable, Alpa takes its workers for the newest ones."""
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+        self._changed: List[Tuple[Any, Any]] = []
+
+    def get_executable(self, *args: Any) -> Any:
+        return self._found(self._function.get_executable(*args))
+
+    def get_last_executable(self) -> Any:
+        return self._found(self._function.get_last_executable())
+
+    def _found(self, executable: Any) -> Any:
+        group = executable.mesh_group
+        failures.require_workers(group)
+        self._changed.append((group.parent, group.parent.launched_physical_mesh_group))
+        group.parent.launched_physical_mesh_group = group
+        return executable
+
+    def restore(self) -> None:
+        for mesh, newest in self._changed:
+            mesh.launched_physical_mesh_group = newest
 
 
 def _require_method(schedule: str, microbatches: int) -> None:

@@ -434,6 +434,12 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "shard_each_stage": ("4901be7598c6e454", shard_each_stage),
         "compile_pipeshard_executable_internal": ("f83f3e1d807f4548", compile_pipeshard_executable_internal),
     },
+    "follow_parallel": {
+        "compile_follow_parallel_executable": ("68dbaf6e45facccb", compiling.on_workers_of("src_func")),
+    },
+    "create_state_parallel": {
+        "compile_create_state_executable": ("84934b5f009159c6", compiling.on_workers_of("train_step")),
+    },
     "pipeline_parallel.layer_construction": {
         "cluster_jaxpr_by_cost": ("20b988c485762b90", even_layers.cluster_jaxpr_by_cost),
         "add_pipeline_marks_for_sliced_eqns": ("5c514450fc9beed9", passing.add_pipeline_marks_for_sliced_eqns),
