@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any, Dict, List, Mapping, Optional
 
 import click
@@ -128,7 +129,9 @@ def _print(document: Dict[str, Any]) -> None:
         click.echo(f"  {host['name']}  {host['address']}  {shares}{ray}")
     variables = {"RAY_ADDRESS": document["address"], **document["driver_environment"]}
     exports = " ".join(f"{key}={value}" for key, value in variables.items())
-    click.echo(f"  Before you start a program of your own: export {exports}")
+    enter = document["enter_command"]  # its shell keeps the variables
+    then = f" && {shlex.join(enter)}" if enter else ""
+    click.echo(f"  Before you start a program of your own: export {exports}{then}")
 
 
 def _share(document: Dict[str, Any], device: Dict[str, Any]) -> str:

@@ -37,7 +37,7 @@ from hwaware.bench.testbed.ray_nodes import (
     port_options,
 )
 from hwaware.bench.testbed.scenarios import MAX_DEVICES
-from hwaware.bench.testbed.state import State, directory
+from hwaware.bench.testbed.state import State, directory, user_of
 from hwaware.errors import TestbedError, UnusableInputError
 
 ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
@@ -229,8 +229,23 @@ def test_a_process_with_threads_gets_a_testbed_it_can_enter(monkeypatch):
     monkeypatch.setattr(kinds.namespaces, "has_one_thread", lambda: False)
     assert (kinds.best_kind("auto"), kinds.best_kind("auto", to_enter=True)) == ("user", "loopback")
     assert kinds.best_kind("user", to_enter=True) == "user"
+    own = {"keeper_pid": os.getpid(), "keeper_started": processes.start_ticks(os.getpid())}
+    bed = Testbed(state(kind="user", ready=True, **own))
+    bed.enter()  # it is there already
+    monkeypatch.setattr(namespaces, "shares", lambda *_: False)
     with pytest.raises(UnusableInputError, match=r"several threads.*To fix: "):
-        Testbed(state(kind="user", keeper_pid=os.getpid())).enter()
+        bed.enter()
+
+
+def test_a_testbed_whose_keeper_ended_cannot_be_entered():
+    with pytest.raises(TestbedError, match=r"test-ab12 is broken.*To fix: .*hwaware testbed down test-ab12"):
+        Testbed(state(kind="user", ready=True)).enter()
+
+
+def test_a_user_finds_the_same_testbeds_inside_a_testbed():
+    assert user_of("         0       1000          1\n") == 1000
+    for elsewhere in ("0 0 4294967295\n", "0 1000 1\n1 100000 65536\n", ""):  # the machine itself; containers
+        assert user_of(elsewhere) == os.geteuid()
 
 
 def test_threads_are_counted():

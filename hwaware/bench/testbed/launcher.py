@@ -36,9 +36,7 @@ def main(arguments: List[str]) -> None:
         with open(options["--cgroup"], "w") as stream:
             stream.write(str(os.getpid()))
     if "--pid" in options:
-        working_directory = os.getcwd()
         namespaces.enter(int(options["--pid"]), ("user", "net", "uts", "mnt"))
-        os.chdir(working_directory)  # entering a mount namespace changes to its root
     argv = arguments[split + 1 :]
     os.execvp(argv[0], argv)
 

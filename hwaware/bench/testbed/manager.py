@@ -85,16 +85,24 @@ class Testbed:
         """Move this process into the testbed's namespaces, where it can reach the cluster.
 
         Call it in a driver before `ray.init`, while the process has one thread. It does nothing unless the testbed
-        has a user namespace of its own.
+        has a user namespace of its own, in which this process is not yet.
 
         Raises:
+            TestbedError: The testbed is broken.
             UnusableInputError: This process has several threads, as after importing NumPy, so Linux refuses.
         """
-        if self._state.kind == "user":
+        if self._state.kind != "user":
+            return
+        if not self._state.is_running():
+            raise TestbedError(
+                f"Testbed {self.name} is {_status(self._state)}, expected running.",
+                f"take it down and start it again: hwaware testbed down {self.name}",
+            )
+        if not namespaces.shares(self._state.keeper_pid, "user"):
             if not namespaces.has_one_thread():
                 raise UnusableInputError(
                     f"This process has several threads, so it cannot enter testbed {self.name} of kind user.",
-                    "run as root, choose kind loopback, or enter in a process that has imported nothing yet.",
+                    "run as root, choose kind loopback, or start it in the shell that `hwaware testbed list` names.",
                 )
             namespaces.enter(self._state.keeper_pid, ("user", "net", "mnt"))
 
@@ -148,6 +156,7 @@ class Testbed:
     def describe(self) -> Dict[str, Any]:
         """Return everything about the testbed as a JSON-ready document, with the current shares."""
         state = self._state
+        enter = launcher.command(["bash"], pid=state.keeper_pid) if state.kind == "user" else []
         with_ray = processes.networks_of(processes.raylets())
         return {
             "name": state.name,
@@ -171,6 +180,7 @@ class Testbed:
             "shaped": {"links": state.has_links(), "cpu": state.cgroup_mount is not None},
             "notes": list(state.notes),
             "driver_environment": self.driver_environment(),
+            "enter_command": enter,
         }
 
     def _devices(self, host: str) -> List[Dict[str, object]]:

@@ -48,22 +48,26 @@ def mount(source: str, target: str, flags: int) -> None:
 def enter(pid: int, kinds: Sequence[str]) -> None:
     """Move this process into namespaces of process `pid`.
 
-    It skips namespaces that both share already: entering one's own user namespace is an error.
+    It skips namespaces that both share already: entering one's own user namespace is an error. The working directory
+    stays the same.
 
     Args:
         pid: The process.
         kinds: Some of "user", "net", "uts" and "mnt".
     """
-    wanted = [(kind, flag) for kind, flag in ENTER_ORDER if kind in kinds and not _same(pid, kind)]
+    working_directory = os.getcwd()
+    wanted = [(kind, flag) for kind, flag in ENTER_ORDER if kind in kinds and not shares(pid, kind)]
     with (
         contextlib.ExitStack()
     ) as stack:  # open all first: after entering the user namespace, /proc/PID may be out of reach
         files = [(stack.enter_context(_opened(f"/proc/{pid}/ns/{kind}")), flag, kind) for kind, flag in wanted]
         for descriptor, flag, kind in files:
             _check(_libc().setns(ctypes.c_int(descriptor), ctypes.c_int(flag)), f"setns({kind} of {pid})")
+    os.chdir(working_directory)  # entering a mount namespace changes to its root
 
 
-def _same(pid: int, kind: str) -> bool:
+def shares(pid: int, kind: str) -> bool:
+    """Return True if this process is in the same namespace as process `pid`; `kind` is as in `enter`."""
     return os.stat(f"/proc/{pid}/ns/{kind}").st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
 
 

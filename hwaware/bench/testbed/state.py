@@ -17,8 +17,22 @@ from hwaware.records import FileRecord
 
 # Kinds whose devices are parts of a GPU; the second has no links of its own.
 GPU_KINDS = ("gpu", "gpu-loopback")
-# Read once: in a user namespace (Testbed.enter) this process becomes root, and must still find its testbeds.
-_USER = os.geteuid()
+
+
+def user_of(uid_map: str) -> int:
+    """Return this user's number, which names the directory of records.
+
+    In the user namespace of a testbed, users are root, but keep the records that they have outside.
+
+    Args:
+        uid_map: Text of /proc/self/uid_map: the first number inside, the first one outside and their count, in rows.
+    """
+    numbers = uid_map.split()
+    return int(numbers[1]) if len(numbers) == 3 and numbers[2] == "1" else os.geteuid()
+
+
+# Read once: this process may enter a user namespace later (Testbed.enter).
+_USER = user_of(Path("/proc/self/uid_map").read_text() if os.path.exists("/proc/self/uid_map") else "")
 
 
 class State(FileRecord, frozen=True, kw_only=True):
