@@ -90,7 +90,7 @@ def examine(address: Optional[str]) -> Dict[str, Any]:
     with ThreadPoolExecutor() as pool:
         jax = pool.submit(_probes.ask, "jax") if versions["jax"] else None
         alpa = pool.submit(_probes.ask, "alpa") if versions["alpa"] and versions["jax"] else None
-        # Ray sets signal handlers, which Python allows in the main thread alone: ask it here, not in the pool.
+        ray = pool.submit(_probes.ask, "ray", address) if versions["ray"] and address is not None else None
         document: Dict[str, Any] = {
             "hwaware": __version__,
             "python": platform.python_version(),
@@ -102,7 +102,7 @@ def examine(address: Optional[str]) -> Dict[str, Any]:
             "gpus": gpus(),
             "cuda_plugins": {name: found for name in map(_plugin, _CUDAS) for found in [version(name)] if found},
             "ucx": ucx(),
-            "ray": None if address is None else ray_cluster(address),
+            "ray": None if ray is None else {"address": address, **ray.result()},
             "jax": None if jax is None else jax.result(),
             "alpa": None if alpa is None else alpa.result(),
         }
@@ -155,21 +155,6 @@ def _described() -> str:
     command = [os.path.join(folder, "bin", "ucx_info"), "-d"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_UCX_LIMIT_S, check=True)
     return done.stdout
-
-
-def ray_cluster(address: str) -> Dict[str, Any]:
-    """Return the hosts of a Ray cluster with their GPU resources, or the reason why none answers."""
-    from hwaware import ray_cluster as cluster
-    from hwaware.cli._run import take_token
-    from hwaware.errors import ClusterUnreachableError
-
-    try:
-        take_token(address)
-        with cluster.connect(address):
-            hosts = [{"name": n.hostname, "address": n.address, "gpus": n.num_gpus} for n in cluster.nodes()]
-    except ClusterUnreachableError as error:
-        return {"address": address, "problem": error.what, "fix": error.fix}
-    return {"address": address, "hosts": hosts}
 
 
 def kinds_of_testbed(versions: Dict[str, Optional[str]]) -> Dict[str, Any]:
@@ -279,7 +264,7 @@ def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     if asked is None:
         return Ability(name, True, f"{needed.found}; name a cluster to ask it (--address HOST:PORT)")
     if "problem" in asked:
-        return Ability(name, False, asked["problem"], asked["fix"], True)
+        return Ability(name, False, asked["problem"], asked.get("fix", _fix("ray")), True)
     usable = sum(host["gpus"] > 0 for host in asked["hosts"])
     nodes = counted(len(asked["hosts"]), "Ray node")
     found = f"{nodes} at {asked['address']}, {usable} with devices (Ray's resource GPU)"

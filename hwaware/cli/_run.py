@@ -280,21 +280,14 @@ def enter_testbed(address: str) -> None:
 
     Call it before any thread starts: Linux moves no process with several threads into a user namespace.
     """
-    bed = take_token(address)
-    if bed is not None:
-        bed.enter()
-
-
-def take_token(address: str) -> Any:
-    """Take a testbed's environment, with Ray's token; return the testbed, or None if the address is of none."""
     if address in ("auto", "local"):
-        return None
+        return
     from hwaware.bench import testbed
 
     bed = testbed.find(address)
     if bed is not None:
         os.environ.update(bed.driver_environment())
-    return bed
+        bed.enter()
 
 
 def name_dropped_collectives(

@@ -73,11 +73,11 @@ def command(
     """  # noqa: D301
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the profile to.", "give -o cluster.json, or --json.")
+    enter_testbed(address)
     from hwaware import profiler
     from hwaware.bench import profiling
 
     earlier = None if resume is None else profiler.load_any(resume)
-    enter_testbed(address)
     progress = profiler.for_terminal()
     try:
         wanted = tuple(filter(None, map(str.strip, dtypes.split(","))))

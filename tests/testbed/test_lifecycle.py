@@ -17,6 +17,7 @@ from hwaware.bench.testbed.kinds import best_kind
 from hwaware.bench.testbed.layout import device_ports
 from hwaware.bench.testbed.manager import UP_LIMIT_S
 from hwaware.bench.testbed.state import State, state_path
+from hwaware.cluster import ClusterProfile
 from hwaware.errors import ScenarioError, TestbedError, UnusableInputError
 
 pytestmark = pytest.mark.testbed
@@ -173,7 +174,7 @@ def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
 
 
 @pytest.mark.parametrize(("kind", "links"), chosen([("user", True), ("loopback", False)], 0))
-def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver, taken_down):
+def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver, taken_down, tmp_path):
     if kind == "user" and not can_make_user_namespaces():
         pytest.skip("this system allows no user namespaces")
     taken_down.append("test-kind")
@@ -181,7 +182,19 @@ def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver,
     output, errors = up.communicate(timeout=UP_LIMIT_S + 60.0)
     assert up.returncode == 0, errors
     assert len([line for line in errors.splitlines() if line.startswith("Not shaped: CPU shares")]) == 1
-    assert json.loads(output)["shaped"] == {"links": links, "cpu": False}
+    document = json.loads(output)
+    assert document["shaped"] == {"links": links, "cpu": False}
+    line = [sys.executable, "-c", "from hwaware.cli import main; main()"]
+    about = ["--quick", "--no-runtime", "--address", document["address"], "-o", "cluster.json"]
+    subprocess.run([*line, "profile", *about], cwd=tmp_path, timeout=120, check=True)
+    assert [host.name for host in ClusterProfile.load(tmp_path / "cluster.json").hosts] == ["head", "r"]
+    doctor = subprocess.run([*line, "doctor", "--json", *about[2:4]], stdout=subprocess.PIPE, timeout=180, check=False)
+    assert len(json.loads(doctor.stdout)["ray"]["hosts"]) == 3
+    # A shell in the testbed, and a program in it that has threads.
+    program = "import sys, numpy; from hwaware.bench import testbed; testbed.find(sys.argv[1]).enter(); import ray"
+    program = [sys.executable, "-c", f"{program}; ray.init(sys.argv[1])", document["address"]]
+    environment = {**os.environ, **document["driver_environment"]}
+    subprocess.run([*document["enter_command"][:-1], *program], env=environment, timeout=60, check=True)
     tasks = run_driver(testbed.find_by_name("test-kind"), ["head", "r"])["tasks"]
     if links:
         assert [task["host"] for task in tasks] == ["head", "r"]

@@ -161,7 +161,7 @@ def test_the_document_of_a_host_with_a_gpu(fast, tmp_path, monkeypatch):
 def fast(monkeypatch):
     """Without starting JAX and Alpa."""
     answers = {"jax": GOOD["jax"], "alpa": GOOD_ALPA}
-    monkeypatch.setattr(_probes, "ask", lambda name: answers[name])
+    monkeypatch.setattr(_probes, "ask", lambda *probe: answers[probe[0]])
     return answers
 
 
@@ -204,7 +204,7 @@ def test_exit_code_1_where_something_does_not_fit(fast):
 
 def test_a_ray_that_does_not_answer():
     pytest.importorskip("ray")
-    found = _findings.ray_cluster("127.0.0.1:1")
+    found = _probes.ask("ray", "127.0.0.1:1")
     assert "No Ray cluster answers" in found["problem"]
     assert found["fix"]
 

@@ -1,6 +1,9 @@
 """Which testbeds a command is about: by name, by scenario, or all."""
 
+import subprocess
+import sys
 import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +22,7 @@ def beds(monkeypatch):
         document = {
             "name": name, "scenario": scenario, "status": "running", "address": "10.0.0.1:1",
             "hosts": [{"name": "a", "address": "10.0.0.2", "devices": [], "runs_ray": name != "mine"}],
-            "driver_environment": {"RAY_AUTH_MODE": "token"},
+            "driver_environment": {"RAY_AUTH_MODE": "token"}, "enter_command": ["a shell"] if name == "mine" else [],
         }  # fmt: skip
         return SimpleNamespace(name=name, scenario=SimpleNamespace(name=scenario), describe=lambda: document)
 
@@ -66,7 +69,32 @@ def test_testbeds_of_a_scenario_are_listed(beds, scenario, tmp_path, monkeypatch
     names, hosts, exports = (outcome.stdout.splitlines()[first::3] for first in range(3))
     assert [line.partition(":")[0] for line in names] == ["two-racks-b2", "mine"]
     assert ["Ray does not run there" in line for line in hosts] == [False, True]
-    assert all(line.endswith(": export RAY_ADDRESS=10.0.0.1:1 RAY_AUTH_MODE=token") for line in exports)
+    commands = [line.partition(": ")[2] for line in exports]
+    assert commands == [f"export RAY_ADDRESS=10.0.0.1:1 RAY_AUTH_MODE=token{then}" for then in ("", " && 'a shell'")]
+
+
+ENTERS = """
+import sys
+from types import SimpleNamespace
+from hwaware.bench import testbed
+from hwaware.bench.testbed import namespaces
+
+def enter():
+    sys.exit("alone" if namespaces.has_one_thread() and "numpy" not in sys.modules else "too late")
+
+testbed.find = lambda address: SimpleNamespace(driver_environment=dict, enter=enter)
+from hwaware.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", [["profile", "--json"], ["drain", "h0"]])
+def test_commands_enter_a_testbed_before_any_thread_starts(command, monkeypatch):
+    """Libraries such as NumPy start threads, and Linux moves no process with threads into a user namespace."""
+    line = [sys.executable, "-c", ENTERS, *command, "--address", "10.0.0.1:1"]
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr == "alone\n"
 
 
 def test_a_name_that_cannot_be_is_refused_before_anything_is_said(monkeypatch, tmp_path):
