@@ -281,7 +281,9 @@ def _testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     found = f"kind {kinds[0]}: " + (" ".join(notes) or "links and CPU shares are shaped")
     fix = needed.fix
     if needed.works and notes:
-        fix = "run as root on Linux (a container needs --privileged)"
+        from hwaware.bench.testbed.cgroups import CONTAINER_NEEDS
+
+        fix = f"run as root on Linux ({CONTAINER_NEEDS})"
     return Ability(name, True, found, fix)
 
 

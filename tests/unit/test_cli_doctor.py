@@ -29,7 +29,7 @@ def test_everything_is_there():
     assert all(ability.works for ability in abilities.values())
     assert abilities["trace, profile --address local"].found == "JAX 1.0 sees 2 cpu (cpu)"
     assert abilities["train with Alpa"].found == "Alpa 1.0 on stock JAX 1.0: 1 of 1 overrides fit"
-    assert abilities["testbed, demo"].fix == "run as root on Linux (a container needs --privileged)"
+    assert abilities["testbed, demo"].fix == "run as root on Linux (a container needs --privileged and --cgroupns=host)"
 
 
 @pytest.mark.parametrize(

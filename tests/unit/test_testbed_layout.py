@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from hwaware.bench.testbed import kinds, layout, links, load_scenario, manager, namespaces, processes, ray_nodes
 from hwaware.bench.testbed.born import sitecustomize
-from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups
+from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups, find_cpu_groups
 from hwaware.bench.testbed.keeper import WorkerMover
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.ray_nodes import (
@@ -336,6 +336,23 @@ def test_memory_limits_are_written_for_each_device_and_each_host(tmp_path):
     assert [entry["memory_group"] for entry in variable] == [str(group / "cgroup.procs") for group in devices]
     assert groups.exist()
     assert not MemoryGroups(str(tmp_path), "y").exist()
+
+
+@pytest.mark.parametrize(
+    ("files", "serves"),
+    [
+        ({"cgroup.procs": "1\n7\n"}, True),
+        ({"cgroup.type": "domain\n", "cgroup.procs": "1\n7\n"}, False),  # a container's own namespace
+        ({"cgroup.type": "domain\n", "cgroup.procs": ""}, True),  # its processes have moved into a group below
+    ],
+)
+def test_a_group_with_processes_cannot_give_its_children_quotas(tmp_path, monkeypatch, files, serves):
+    """Version 2 exempts the root group alone, which has no type (cgroup-v2.rst, "No Internal Process Constraint")."""
+    monkeypatch.setattr("hwaware.bench.testbed.cgroups.V1_MOUNTS", ())
+    monkeypatch.setattr("hwaware.bench.testbed.cgroups.V2_MOUNT", str(tmp_path))
+    for name, text in {"cgroup.controllers": "cpuset cpu memory\n", **files}.items():
+        (tmp_path / name).write_text(text)
+    assert (find_cpu_groups("x") is not None) == serves
 
 
 @pytest.mark.parametrize(("version", "name", "least"), [(1, "cpu.shares", "2"), (2, "cpu.weight", "1")])

@@ -26,6 +26,8 @@ from hwaware.errors import TestbedError
 V1_MOUNTS = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
 V2_MOUNT = "/sys/fs/cgroup"
 MEMORY_MOUNT = "/sys/fs/cgroup/memory"
+# In a control-group namespace of its own, a container's processes are in the group that it takes for the root group.
+CONTAINER_NEEDS = "a container needs --privileged and --cgroupns=host"
 # Memory of a worker beside its arrays: XLA's programs, and the compiler.
 BESIDE_ARRAYS_BYTES = 512 << 20
 # By version, a group's least, default and largest weight (kernel/sched: MIN_SHARES, NICE_0_LOAD, MAX_SHARES;
@@ -298,7 +300,10 @@ def find_cpu_groups(name: str) -> Optional[CpuGroups]:
         controllers = Path(V2_MOUNT, "cgroup.controllers").read_text().split()
     except OSError:
         return None
-    return CpuGroups(V2_MOUNT, name, 2) if "cpu" in controllers and os.access(V2_MOUNT, os.W_OK) else None
+    # The kernel's root group alone has no type. Any other gives its children no quota while it has processes itself.
+    is_shared = os.path.exists(f"{V2_MOUNT}/cgroup.type") and bool(read_pids(f"{V2_MOUNT}/cgroup.procs"))
+    usable = "cpu" in controllers and not is_shared and os.access(V2_MOUNT, os.W_OK)
+    return CpuGroups(V2_MOUNT, name, 2) if usable else None
 
 
 def _enable_cpu(group: Path) -> None:
@@ -313,7 +318,7 @@ def _write(path: Path, text: str) -> None:
     except OSError as error:
         raise TestbedError(
             f"Cannot write {text!r} to {path}: {error.strerror}.",
-            "run as root where control groups are writable (a container needs --privileged).",
+            f"run as root where control groups are writable ({CONTAINER_NEEDS}).",
         ) from error
 
 
