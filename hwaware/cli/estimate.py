@@ -233,7 +233,9 @@ def refit(result: str, output: Optional[str], workload_output: Optional[str], as
             f"{result} lacks the workload or the profile of its run.", "give a result of a newer hwaware bench."
         )
     model, profile = measured.workload, measured.profile
-    observed = [(one.plan, one.typical(one.predictable_s)) for one in measured.mappings]
+    # A mapping with a reference of its own ran before the cluster changed, and the profile is of after that.
+    mappings = [one for one in measured.mappings if one.profile_reference_s is None]
+    observed = [(one.plan, one.typical(one.predictable_s)) for one in mappings]
 
     def error(inputs: Tuple[Any, Any], steps: Sequence[Tuple[Any, float]]) -> float:
         return sum(abs(evaluate(plan, *inputs).step_s / seconds - 1) for plan, seconds in steps) / len(steps)

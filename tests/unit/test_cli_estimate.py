@@ -263,6 +263,15 @@ def test_refit_finds_the_slower_kind_and_writes_files_that_predict_the_steps(tmp
     assert "cpu-0.20" in run("refit", path).stdout
 
 
+def test_refit_leaves_out_what_ran_before_the_cluster_changed(tmp_path):
+    path = ROOT / "benchmarks" / "results" / "bench" / "slows-midway-gpt-small.json"
+    midway = hwaware.BenchmarkResult.load(path)
+    after = tuple(one for one in midway.mappings if one.name != "hwaware-before")
+    assert len(after) == len(midway.mappings) - 1
+    msgspec.structs.replace(midway, mappings=after).save(tmp_path / "after.json")
+    assert answer("refit", path) == answer("refit", tmp_path / "after.json")
+
+
 def test_refit_needs_what_ran(tmp_path):
     demo = hwaware.BenchmarkResult.load(DEMO)
     msgspec.structs.replace(demo, profile=None).save(tmp_path / "old.json")
