@@ -135,7 +135,13 @@ class Benchmark:
         self._failures: List[Failure] = []
 
     def run(self, places: Sequence[Place]) -> Outcome:
-        """Measure every model in every place, and list pairs that fail; Ctrl-C keeps the files written so far."""
+        """Measure every model in every place, and list pairs that fail.
+
+        Ctrl-C keeps the files written so far, and so does a testbed that cannot be taken down.
+
+        Raises:
+            TestbedError: A testbed could not be taken down.
+        """
         from hwaware.activation import install_runtime
 
         install_runtime()
@@ -150,6 +156,8 @@ class Benchmark:
                         self._measure(each, bed_or_address, left[0])
                         left.pop(0)
             except HwawareError as error:  # the cluster itself failed, and with it the remaining models
+                if not left:  # it could not be taken down, so other measurements would run beside it
+                    raise
                 for model in left:
                     self._fail(each, model, error)
         return Outcome(tuple(self._paths), tuple(self._results), tuple(self._failures))

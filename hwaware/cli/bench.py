@@ -232,6 +232,7 @@ def _measure(
     """Check all arguments before anything starts, then measure."""
     from hwaware.bench import testbed
     from hwaware.bench.benchmark import Benchmark, named_model, place
+    from hwaware.errors import TestbedError
     from hwaware.report.canvas import pyplot
 
     pyplot()  # the report at the end needs matplotlib: fail now without it
@@ -241,10 +242,14 @@ def _measure(
     if unused:
         raise UnusableInputError(f"None of {', '.join(models)} has an option --{unused[0]}.", "leave it out.")
     places = [place(name) for name in dict.fromkeys(scenarios or testbed.shipped_names())]
+    kept = f"Finished results are in {output}; report on them: hwaware bench --report-only -o {output}"
     try:
         return Benchmark(named, effort, output, quick_profile, say, kind, within_s).run(places)
+    except TestbedError:
+        say(kept)
+        raise
     except (KeyboardInterrupt, SystemExit) as ended:
-        say(f"Interrupted. Finished results are in {output}; report on them: hwaware bench --report-only -o {output}")
+        say(f"Interrupted. {kept}")
         _leave_at_once(INTERRUPTED if isinstance(ended, KeyboardInterrupt) else ended.code)
         raise
 

@@ -21,7 +21,7 @@ from hwaware.bench.pace import LEAST_ROUNDS
 from hwaware.bench.task import Effort, Task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later, Scenario
-from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
+from hwaware.errors import MeasurementError, ScenarioError, TestbedError, UnusableInputError, WorkerFailedError
 from hwaware.ray_cluster import Node
 from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
@@ -296,6 +296,8 @@ def benchmark(tmp_path, monkeypatch):
             yield Bed(each)
         finally:
             open_clusters.remove(each.name)
+        if each.name == "lasting":
+            raise TestbedError("its processes did not end.", "see why.")
 
     def its_result(self, each, bed, model, say):
         answer = behave.get((each.name, model.name))
@@ -324,6 +326,13 @@ def test_each_pair_has_its_own_file_and_what_fails_is_said(benchmark, tmp_path):
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.glob("*.json")) == sorted(path.name for path in outcome.paths)
     assert "5 of 6 done" in "\n".join(lines)
+
+
+def test_nothing_is_measured_beside_a_testbed_that_cannot_be_taken_down(benchmark, tmp_path):
+    made, *_ = benchmark
+    with pytest.raises(TestbedError, match="did not end"):
+        made.run([scenario("lasting"), scenario("two")])
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == ["lasting-gpt.json", "lasting-mlp.json"]
 
 
 def test_each_pair_gets_its_part_of_the_time_that_is_left(tmp_path, monkeypatch, benchmark):
