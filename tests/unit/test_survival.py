@@ -380,11 +380,13 @@ def test_workers_send_copies_whose_memory_no_vault_can_read(serial, hands_over):
     assert bool(copies.flights) is hands_over
 
 
-def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
-    def mesh(*addresses):
-        info = [{"NodeManagerAddress": address} for address in addresses]
-        return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
+def mesh(*addresses):
+    """Return Alpa's mesh of hosts with these addresses, with one device each."""
+    info = [{"NodeManagerAddress": address} for address in addresses]
+    return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
 
+
+def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
     calls = SimpleNamespace(
         group=SimpleNamespace(meshes=[mesh("a")], parent=mesh("a", "b", "c", "d")), recipe=lambda: None
     )
@@ -404,11 +406,7 @@ def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
 def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
     rates = {("a", "b"): 1e8, ("b", "a"): 1e8, ("a", "c"): 1.4e8, ("b", "c"): 8e8, ("b", "d"): 7e8}
     monkeypatch.setattr(Copies, "_rates", lambda self: rates)
-    stages = [SimpleNamespace(host_info=[{"NodeManagerAddress": name}]) for name in "ab"]
-    parent = SimpleNamespace(
-        host_info=[{"NodeManagerAddress": name} for name in "abcd"], num_hosts=4, devices=[[0]] * 4
-    )
-    calls = SimpleNamespace(group=SimpleNamespace(meshes=stages, parent=parent))
+    calls = SimpleNamespace(group=SimpleNamespace(meshes=[mesh("a"), mesh("b")], parent=mesh(*"abcd")))
     copies = Copies(calls, SimpleNamespace(up={}, avoided=set(), late=set))
     assert copies.hosts() == {"a", "b", "c"}
     copies._vaults.up["d"] = None
@@ -420,10 +418,6 @@ def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
 
 @pytest.mark.parametrize("is_there", [True, False])
 def test_a_vault_that_ends_on_the_only_idle_host_is_replaced_if_ray_answers_there(is_there, monkeypatch):
-    def mesh(*addresses):
-        info = [{"NodeManagerAddress": address} for address in addresses]
-        return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
-
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = SimpleNamespace(address="127.0.0.1", port=server.getsockname()[1])
         if not is_there:
@@ -444,11 +438,6 @@ def test_a_vault_that_ends_on_the_only_idle_host_is_replaced_if_ray_answers_ther
 def test_an_idle_host_whose_vault_does_not_start_is_not_counted_on(monkeypatch):
     """As where the host ends a moment after its first vault: Ray waits for it without a limit."""
     ray = pytest.importorskip("ray")
-
-    def mesh(*addresses):
-        info = [{"NodeManagerAddress": address} for address in addresses]
-        return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
-
     monkeypatch.setattr(ray, "remote", lambda **_: lambda kind: MagicMock())
     found = vaults.Vaults()
     copies = Copies(
