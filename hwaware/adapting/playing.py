@@ -28,6 +28,8 @@ from hwaware.workload import Workload
 
 # A person looks at the training now and then, and stops it, profiles, plans and starts it again.
 BY_HAND_STEPS, BY_HAND_S = 500, 120.0
+# Time of a switch beside compiling and the transfer of state. Measured moves took 1.8 to 2.5 s (docs/adapting.md).
+_FIXED_S = 2.0
 # Malleus: devices below 1.2 count as well, and a rate has to move by 0.3 (Li et al., 2024, and its published code).
 _WELL, _MOVED = 1.2, 0.3
 # It times 20 matrix products, whose mean has less noise than one pass.
@@ -65,7 +67,6 @@ class Stand:
         plan: The placement before the trace.
         trace: The load.
         compile_s: Time to compile, as in `switch_cost_s`.
-        fixed_s: Time of every switch, as in `switch_cost_s`.
         burst: Time of a pass where the device mostly waits, over that of the profile. CPU quotas give less than 1:
             a process that waited runs as fast as the processor for a while.
         seed: Seed of the noise.
@@ -76,7 +77,7 @@ class Stand:
 
     def __init__(
         self, workload: Workload, profile: ClusterProfile, plan: Plan, trace: LoadTrace, *, compile_s: float = 10.0,
-        fixed_s: float = 2.0, burst: float = 1.0, seed: int = 0,
+        burst: float = 1.0, seed: int = 0,
     ) -> None:  # fmt: skip
         devices, hosts = {device.id for device in profile.devices}, {host.name for host in profile.hosts}
         unknown = {name for one in trace.changes for name in one.drift.devices if name not in devices}
@@ -87,8 +88,8 @@ class Stand:
                 "name devices of the cluster, and links as SOURCE->TARGET, two of its hosts.",
             )
         self.workload, self.profile, self.plan, self.trace, self.burst = workload, profile, plan, trace, burst
-        self._compile_s, self._fixed_s = compile_s, fixed_s
-        self.first_switch_s = compile_s + fixed_s  # what a running training takes for the price of its first switch
+        self._compile_s = compile_s
+        self.first_switch_s = compile_s + _FIXED_S  # what a running training takes for the price of its first switch
         self._seed = seed
         self.again()
         self._known = {plan.stages: plan}
@@ -116,9 +117,7 @@ class Stand:
 
     def switch_s(self, before: Plan, after: Plan) -> float:
         """Return the cost of a switch."""
-        return switch_cost_s(
-            before, after, self.workload, self.profile, compile_s=self._compile_s, fixed_s=self._fixed_s
-        )
+        return switch_cost_s(before, after, self.workload, self.profile, compile_s=self._compile_s, fixed_s=_FIXED_S)
 
     def noisy(self, seconds: float) -> float:
         """Return a time with noise."""
