@@ -55,6 +55,7 @@ def on_testbed(scenario: str, rounds: int, kills: int, kind: str = "auto") -> Di
         kills: Number of processes to kill.
         kind: How to build the testbed.
     """
+    kind = best_kind(kind)  # as for `require_links`: other processes enter the testbed, not this one with its threads
     with testbed.running(scenario, kind=kind) as bed, tempfile.TemporaryDirectory(prefix="hwaware") as folder:
         found = _inside(bed, "measure", bed.address, str(rounds), str(kills), folder)
         start_s = time.monotonic()

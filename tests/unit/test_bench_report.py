@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 import hwaware
 from hwaware.cli import main
+from hwaware.errors import TestbedError
 from hwaware.report import bench_pictures
 from hwaware.result import Unmeasured
 
@@ -125,6 +126,24 @@ def test_bad_input_is_refused_before_anything_starts(arguments, message, tmp_pat
     assert message in outcome.output
     assert "To fix:" in outcome.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_faults_are_measured_on_the_kind_of_testbed_that_was_checked(monkeypatch):
+    """Other processes train, so this one's threads do not matter."""
+    pytest.importorskip("ray")
+    from hwaware.bench import faults, testbed
+    from hwaware.bench.testbed import kinds
+
+    monkeypatch.setattr(kinds, "_works", lambda kind: kind != "root")
+    monkeypatch.setattr(kinds.namespaces, "has_one_thread", lambda: False)
+    faults.require_links([testbed.load_scenario("two-racks")], "auto")
+
+    def running(scenario, kind):
+        raise TestbedError(f"asked for {kind}.", "see the test.")
+
+    monkeypatch.setattr(testbed, "running", running)
+    with pytest.raises(TestbedError, match="asked for user"):
+        faults.on_testbed("two-racks", 1, 1)
 
 
 def test_results_of_faults_never_replace_each_other(tmp_path, monkeypatch):
