@@ -232,12 +232,14 @@ def test_a_process_with_threads_gets_a_testbed_it_can_enter(monkeypatch):
     own = {"keeper_pid": os.getpid(), "keeper_started": processes.start_ticks(os.getpid())}
     bed = Testbed(state(kind="user", ready=True, **own))
     bed.enter()  # it is there already
+    assert str(os.getpid()) in bed.describe()["enter_command"]
     monkeypatch.setattr(namespaces, "shares", lambda *_: False)
     with pytest.raises(UnusableInputError, match=r"several threads.*To fix: "):
         bed.enter()
 
 
 def test_a_testbed_whose_keeper_ended_cannot_be_entered():
+    assert Testbed(state(kind="user", ready=True)).describe()["enter_command"] == []
     with pytest.raises(TestbedError, match=r"test-ab12 is broken.*To fix: .*hwaware testbed down test-ab12"):
         Testbed(state(kind="user", ready=True)).enter()
 

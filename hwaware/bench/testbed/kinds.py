@@ -69,9 +69,7 @@ def notes_for(kind: str, has_cpu_groups: bool, share_cores: float = 0.0) -> List
     if kind == "user":
         return ["Not shaped: CPU shares (no root). All hosts run at full speed; their links are shaped."]
     if not has_cpu_groups:
-        return [
-            "Not shaped: CPU shares (no writable CPU control group). All hosts run at full speed; links are shaped."
-        ]
+        return ["Not shaped: CPU shares (no CPU control group to use). All hosts run at full speed; links are shaped."]
     cores = len(os.sched_getaffinity(0))
     if share_cores > cores:
         return [

@@ -20,7 +20,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
 import msgspec
 
 from hwaware.bench.testbed import gpu, launcher, layout, links, namespaces, processes, ray_nodes, starting
-from hwaware.bench.testbed.cgroups import find_cpu_groups, find_memory_groups
+from hwaware.bench.testbed.cgroups import CONTAINER_NEEDS, find_cpu_groups, find_memory_groups
 from hwaware.bench.testbed.kinds import best_kind, notes_for
 from hwaware.bench.testbed.scenarios import MAX_SHARE, MIN_SHARE, Scenario, load_scenario
 from hwaware.bench.testbed.state import (
@@ -140,7 +140,9 @@ class Testbed:
             )
         groups = self._state.cpu_groups()
         if groups is None:
-            raise TestbedError(f"Testbed {self.name} does not shape CPU shares.", "start it as root.")
+            raise TestbedError(
+                f"Testbed {self.name} does not shape CPU shares.", f"start it as root ({CONTAINER_NEEDS})."
+            )
         groups.set_share(self.scenario, host, share)
 
     def start_host(self, host: str) -> None:
@@ -156,7 +158,7 @@ class Testbed:
     def describe(self) -> Dict[str, Any]:
         """Return everything about the testbed as a JSON-ready document, with the current shares."""
         state = self._state
-        enter = launcher.command(["bash"], pid=state.keeper_pid) if state.kind == "user" else []
+        has_shell = state.kind == "user" and state.is_running()
         with_ray = processes.networks_of(processes.raylets())
         return {
             "name": state.name,
@@ -180,7 +182,7 @@ class Testbed:
             "shaped": {"links": state.has_links(), "cpu": state.cgroup_mount is not None},
             "notes": list(state.notes),
             "driver_environment": self.driver_environment(),
-            "enter_command": enter,
+            "enter_command": launcher.command(["bash"], pid=state.keeper_pid) if has_shell else [],
         }
 
     def _devices(self, host: str) -> List[Dict[str, object]]:
