@@ -122,6 +122,8 @@ def device_cluster(_original: Any) -> Callable[..., None]:
         self.namespace = namespace
         outer = _outer_group()
         setattr(self, _WHOLE, outer is None and num_nodes is None and num_devices_per_node is None)
+        if outer is not None:
+            self.delete_placement_group = lambda: None  # Ray would end this program with it
         self.placement_group = outer or reserved(shares, f"{namespace}_pg" if namespace else "")
         setattr(self, _INDICES, _indices(self.placement_group, shares))
         self.host_num_devices = [share.devices for share in shares]

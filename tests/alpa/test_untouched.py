@@ -84,6 +84,30 @@ alpa.shutdown()
 ray.shutdown()
 """
 
+INSIDE = """
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+group = ray.util.placement_group([{"CPU": 1, "GPU": 2}])
+
+
+@ray.remote(num_cpus=1, max_retries=0)
+def trial():
+    import hwaware
+
+    hwaware.enable("cluster.json")
+    import alpa
+
+    alpa.init(cluster="ray")
+    alpa.shutdown()
+    ray.get(ray.remote(num_cpus=0)(lambda: 1).remote(), timeout=60)  # Ray would have ended this task by then
+    return "the task went on"
+
+
+inside = PlacementGroupSchedulingStrategy(group, placement_group_capture_child_tasks=True)
+print(ray.get(trial.options(scheduling_strategy=inside).remote(), timeout=120))
+ray.shutdown()
+"""
+
 
 def profile():
     devices = [device(f"here:{k}", seconds, memory_bytes=1 << 30) for k, seconds in enumerate((5000.0, 10000.0))]
@@ -144,3 +168,14 @@ def test_the_program_as_it_is(tmp_path, short_folder):
     assert len(told) == 3, done.stderr  # one for each time that Alpa has compiled the function
     assert "with hwaware's mapping" in told[0]
     assert "with Alpa's: " in told[0]
+
+
+def test_a_program_inside_a_placement_group_outlives_alpa(tmp_path, short_folder):
+    """A task of Ray, such as a trial of Ray Tune, reserves the devices for the Alpa program inside it."""
+    profile().save(tmp_path / "cluster.json")
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.split("import alpa")[0].replace("FOLDER", repr(short_folder)) + INSIDE)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
+    assert done.stdout.endswith("the task went on\n"), done.stderr
