@@ -128,8 +128,9 @@ def test_a_program_that_enables_by_itself_decides(folder):
     assert run(PRETEND + code, folder, "cluster.json").stdout == "False\n"
 
 
-@pytest.mark.skipif(find_spec("alpa") is None, reason="needs Alpa")
 def test_an_option_that_imports_alpa_first_leaves_the_profile_in_force(tmp_path):
+    if find_spec("alpa") is None:
+        pytest.skip("needs Alpa")
     autoload.switch_on(str(tmp_path))
     cluster([device("here:0", 1.0)]).save(tmp_path / "cluster.json")
     code = "import hwaware; hwaware.HardwareAwareStageOption('cluster.json'); import alpa\n"
