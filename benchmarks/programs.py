@@ -2,8 +2,8 @@
 
 Each of three programs (benchmarks/program.py) starts under HWAWARE_PROFILE alone on each of two testbeds. In each of
 three rounds, it starts by default with an empty cache (times its layers, within the limit), and with
-HWAWARE_COSTS=measured. If the two mappings differ, they train in turn, one step each. Then it starts by default again
-(reads the cache), and with HWAWARE_COSTS=model. Needs root; takes an hour.
+HWAWARE_COSTS=measured. If the two mappings differ, they train in turn, one step each, in four starts. Then it starts by
+default again (reads the cache), and with HWAWARE_COSTS=model. Needs root; takes an hour.
 `--program NAME` measures one program alone.
 """
 
@@ -43,8 +43,8 @@ default_mbit = 500
 mbit = { "q-r" = 100 }
 """,
 }
-# Two mappings' ratio was 1.030 and 1.038 over 20 steps in turn, and 1.014 to 1.026 over 60 steps.
-ROUNDS, STEPS, STEPS_IN_TURN, WARMUP_IN_TURN, LIMIT_S = 3, 12, 60, 3, 600.0
+# Starts differ more than the steps of one: two mappings' ratio was 1.040 in one start of 60 steps, 0.973 in another.
+ROUNDS, STEPS, STARTS_IN_TURN, STEPS_IN_TURN, WARMUP_IN_TURN, LIMIT_S = 3, 12, 4, 30, 3, 600.0
 _PREDICTED = re.compile(r"a step likely takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
 _ALPAS = re.compile(r"with hwaware's mapping, ([\d.e+-]+) s\b.*? with Alpa's")
 _MAPPINGS = re.compile(r"hwaware's: (layers .*?); Alpa's: (layers .*?)\.$")
@@ -90,12 +90,16 @@ class Starter:
         )
         return {**found, "log": lines}
 
-    def in_turn(self, program: str, plans: List[Path]) -> float:
-        """Return the median ratio of the steps that two mappings take in turn."""
-        found, _ = self._run([__file__, "--in-turn", program, str(self.profile), *map(str, plans)], {})
-        ratio: float = found["ratio"]
-        print(f"{self.name} {program} in turn: {ratio:.3f} times a step of the full calibration", flush=True)
-        return ratio
+    def in_turn(self, program: str, plans: List[Path]) -> List[float]:
+        """Return the median ratio of the steps that two mappings take in turn, for each of several starts."""
+        command = [__file__, "--in-turn", program, str(self.profile), *map(str, plans)]
+        ratios = [self._run(command, {})[0]["ratio"] for _ in range(STARTS_IN_TURN)]
+        print(
+            f"{self.name} {program} in turn: {statistics.geometric_mean(ratios):.3f} times a step of the full "
+            f"calibration ({', '.join(f'{ratio:.3f}' for ratio in ratios)})",
+            flush=True,
+        )
+        return ratios
 
     def _run(self, command: List[str], given: Dict[str, str]) -> Any:
         run = subprocess.run(
@@ -144,11 +148,11 @@ def measure(name: str, text: str, programs: Sequence[str], folder: Path) -> Gene
                 default = starter.start(program, "default", cache, plans[0], STEPS)
                 measured = starter.start(program, "measured", cache, plans[1], 0, "measured")
                 same = default["mapping"] == measured["mapping"]
-                ratio = None if same else starter.in_turn(program, plans)
+                ratios = [] if same else starter.in_turn(program, plans)
                 again = starter.start(program, "default again", cache, plans[0], 0 if index else STEPS)
                 model = starter.start(program, "model", cache, plans[1], 0, "model")
                 rounds.append({
-                    "default": default, "measured": measured, "ratio": ratio, "default-again": again, "model": model,
+                    "default": default, "measured": measured, "ratios": ratios, "default-again": again, "model": model,
                 })  # fmt: skip
             yield {
                 "testbed": name, "program": program, "steps_in_turn": STEPS_IN_TURN, "rounds": rounds,
@@ -164,7 +168,7 @@ def without_evidence(record: Dict[str, Any]) -> Dict[str, Any]:
 def described(row: Dict[str, Any]) -> str:
     """Return a row's ratios in words."""
     rounds = row["rounds"]
-    ratios = [f"{one['ratio']:.3f}" for one in rounds if one["ratio"] is not None]
+    ratios = [f"{statistics.geometric_mean(one['ratios']):.3f}" for one in rounds if one["ratios"]]
     starts = [one["default"] for one in rounds] + [rounds[0]["default-again"]]
     errors = sorted(statistics.median(start["step_s"]) / start["predicted_s"] for start in starts)
     seconds = [one["default-again"]["first_s"] / one["model"]["first_s"] for one in rounds]

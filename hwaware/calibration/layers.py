@@ -206,8 +206,8 @@ def _timed_within(
         return {}
     untried = [_NO_TIMES] * (len(keys) - len(whole))
     fresh: Dict[str, Dict[str, KeptLayer]] = {}
-    for device, layers in zip(asked, found):
-        if any(layers):  # a device that did not answer is asked again at the next start
+    if any(map(any, found)):  # if no device answers, the next start asks again
+        for device, layers in zip(asked, found):
             error_of = {"error": errors[device.id].program, "level_error": errors[device.id].level}
             fresh[device.id] = {
                 key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy), **error_of)

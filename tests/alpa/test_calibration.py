@@ -147,6 +147,7 @@ def test_what_time_ran_out_for_is_estimated_from_the_rest(no_timers, model, prof
     assert "HWAWARE_CALIBRATION_S=80" in line
     assert told == [[], ["here"]]  # so that one warning names the busy host
     compiled(model, profile, calibration_s=20)
+    assert len(told) == 2  # the next start times nothing, on the device without times neither
     (line,) = [line for line in caplog.messages if "an earlier start" in line]
     assert "set HWAWARE_CALIBRATION_S to more seconds than before" in line
     caplog.clear()
