@@ -18,6 +18,7 @@ also holds for all of `jax.random` that build on these, such as `bernoulli` (dro
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import jax
@@ -53,6 +54,8 @@ DRAW = "hwaware_draw"
 SAMPLERS = ("uniform", "normal", "truncated_normal", "gumbel", "randint")
 # A program that itself folds in this number plus that of a microbatch would get the microbatch's key.
 _FIRST_MICROBATCH = 0x68770000
+# The thread in which Alpa traces.
+_tracing: List[int] = []
 
 
 @functools.lru_cache(maxsize=None)
@@ -75,6 +78,11 @@ def draw_primitive() -> Any:
     )  # fmt: skip
     primitive_jvps[primitive] = _differentiate
     return primitive
+
+
+def trace_in_this_thread() -> None:
+    """Let only draws of this thread know their key: other threads draw numbers at once, while Alpa traces here."""
+    _tracing[:] = [threading.get_ident()]
 
 
 def uniform(
@@ -179,6 +187,8 @@ def _bind(
         )
     dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if _tracing != [threading.get_ident()]:
+        return _draw((key, *bounds), None, sampler, sizes, dtype, mode, (), False)
     # An upper bound of integers may lie one beyond their type.
     bounds = tuple(jnp.asarray(bound, None if sampler == "randint" else dtype) for bound in bounds)
     how = {"sampler": sampler, "shape": sizes, "dtype": dtype, "mode": mode, "batched": (), "of_samples": False}

@@ -82,9 +82,10 @@ def _note_workers(group: Any, function: Any) -> None:
     functions = vars(group.parent).setdefault(_FUNCTIONS, [])
     if any(one is function.f for one in functions):
         LOG.warning(
-            "Alpa has compiled %s again, for arguments of other shapes or types. Its second set of workers has the "
-            "same devices, and gets arrays through the driver. To fix: give all calls arguments of the same shapes and "
-            "types. Drop or pad a smaller last batch.",
+            "Alpa has compiled %s again, for arguments of other shapes or types, or with another value of a static "
+            "argument. Its second set of workers has the same devices, and gets arrays through the driver. To fix: "
+            "give all calls arguments of the same shapes and types. Drop or pad a smaller last batch. Python's own "
+            "numbers are static: pass a number that changes as numpy.float32(number).",
             function.__name__,
         )
     functions.append(function.f)
@@ -167,9 +168,13 @@ def names_of_step() -> Names:
 
 
 def _paths(tree: Any) -> Sequence[str]:
+    """Return the path of each leaf; none if a class of the tree takes nothing but arrays."""
     from jax import tree_util
 
-    flat, _ = tree_util.tree_flatten_with_path(tree_util.tree_unflatten(tree, range(tree.num_leaves)))
+    try:
+        flat, _ = tree_util.tree_flatten_with_path(tree_util.tree_unflatten(tree, range(tree.num_leaves)))
+    except Exception:  # noqa: BLE001, whatever the class raises: only messages need these names
+        return []
     return [str(tree_util.keystr(path)) for path, _ in flat]
 
 

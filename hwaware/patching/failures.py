@@ -8,7 +8,7 @@ import weakref
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster
-from hwaware.errors import HwawareError, UnusableInputError
+from hwaware.errors import HwawareError, UnusableInputError, WorkerFailedError
 from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, Target
 
@@ -98,6 +98,35 @@ def waits(what: str) -> Callable[[Any], Callable[..., None]]:
     return make
 
 
+def block_until_ready(_original: Any) -> Callable[..., Any]:
+    """Replace the array's method: wait for its workers, and return the array. Alpa's own asks for a missing attribute.
+
+    `jax.block_until_ready` ignores such errors, and would not wait.
+    """
+
+    def replacement(self: Any) -> Any:
+        require_kept(self.remote_ref)
+        self.device_mesh.block_until_ready_remote_buffers(())
+        return self
+
+    return replacement
+
+
+def replicated(original: Any) -> Callable[..., None]:
+    """Wrap the constructor of an array with copies on several meshes: `jax.block_until_ready` waits for it, too."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.block_until_ready = self.replica.block_until_ready
+
+    return replacement
+
+
+def check_alive(_original: Any) -> Callable[[Any], None]:
+    """Replace Alpa's look after each step, where `pipeline_check_alive` is set: wait for the step under watch."""
+    return lambda self: wait_for(self.mesh_group, "A step")
+
+
 def require_kept(reference: Any) -> None:
     """Refuse an array that the workers do not have any more: they would fail on it.
 
@@ -127,6 +156,14 @@ def require_workers(mesh: Any) -> None:
             "read and save arrays before alpa.shutdown(); call the function that alpa.parallelize returned, not an "
             "executable from before alpa.shutdown().",
         )
+
+
+def end_program(group: Any, failure: WorkerFailedError) -> None:
+    """End all workers of a mesh group: its program cannot go on, not even by a recovery."""
+    run = rescue.run_of(group)
+    if run is not None:
+        run.end(failure)
+    vars(group)[_WATCH].give_up(failure)
 
 
 def get_remote_buffers(original: Any) -> Callable[..., Any]:
@@ -187,11 +224,12 @@ def shutdown(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def shut_down_groups(virtual_mesh: Any) -> None:
-    """End the workers of all functions that were compiled for a virtual mesh."""
-    for group in [one for one in _groups if one.parent is virtual_mesh]:
+def shut_down_groups(virtual_mesh: Any = None) -> None:
+    """End the workers of all functions that were compiled for a virtual mesh; without one, of all functions."""
+    for group in [one for one in _groups if virtual_mesh in (None, one.parent)]:
         group.shutdown()
-        virtual_mesh.launched_physical_mesh_group = None
+        group.parent.launched_physical_mesh_group = None
+        _groups.discard(group)
 
 
 def while_ray_runs(original: Any) -> Callable[..., Any]:
@@ -229,6 +267,8 @@ PATCHES = (
         Target(_MESH, "DistributedPhysicalDeviceMesh.block_until_ready_remote_buffers", ("6fcac90b7ae8a699",)),
         waits("A step whose results are waited for"),
     ),
+    Patch(Target(_MESH, "DistributedArray.block_until_ready", ("1aa54c5804e84258",)), block_until_ready),
+    Patch(Target(_MESH, "ReplicatedDistributedArray.__init__", ("ac8302538fb2d5fa",)), replicated),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.shutdown", ("403c41588f88a716",)), shutdown),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.delete_remote_buffers", ("0f31588bf4ddd0a2",)), while_ray_runs),
     Patch(

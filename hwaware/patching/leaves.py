@@ -416,7 +416,8 @@ def outvars_def_order(_original: Any) -> Callable[..., Any]:
 # Module of Alpa -> function -> (digest of its source in Alpa 0.2.3, by `mechanism.source_digest`; replacement).
 _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     "pipeline_parallel.pipeshard_executable": {
-        "PipeshardDriverExecutable.launch_on_driver": ("8473608d47114388", passing.launch_on_driver)
+        "PipeshardDriverExecutable.launch_on_driver": ("8473608d47114388", passing.launch_on_driver),
+        "PipeshardDriverExecutable._check_alive": ("362016d4a5878b75", failures.check_alive),
     },
     "util": {
         "trace_jaxpr_with_micro_batch": ("dc4d76cab4d7bd70", passing.trace_jaxpr_with_micro_batch),
@@ -448,6 +449,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     "device_mesh": {
         "DistributedPhysicalDeviceMesh.launch_xla_servers": ("833c3cff52cfa2f7", launch_xla_servers),
         "DistributedPhysicalDeviceMesh.shard_args_to_bufs": ("d4d635000e7ccd9a", batches.shard_args_to_bufs),
+        "DeviceCluster.get_physical_mesh": ("c7578b4f1636118c", names.get_physical_mesh),
         "VirtualPhysicalMesh.get_physical_mesh": ("9ebab54ba988b896", get_physical_mesh),
         "VirtualPhysicalMesh.get_physical_mesh_group": ("be96caba042b9fb1", get_physical_mesh_group),
         "create_and_record_cross_mesh_collective_communicators": (

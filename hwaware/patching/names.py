@@ -80,11 +80,27 @@ class UnloweredProgram:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AlpaError(
-            f"{self._name} is to be compiled by {ALPAS_JAXLIB} ({name}), which this environment has not: stock JAX "
-            "runs PipeshardParallel, and CreateStateParallel and FollowParallel of such a function.",
-            f"use alpa.PipeshardParallel, or an environment with {ALPAS_JAXLIB}.",
+        raise needs_alpas_jaxlib(f"{self._name} is to be compiled by {ALPAS_JAXLIB} ({name})")
+
+
+def needs_alpas_jaxlib(what: str) -> AlpaError:
+    """Return the error about a sentence's beginning that names what stock JAX does not run."""
+    return AlpaError(
+        f"{what}, which this environment has not: stock JAX runs PipeshardParallel, and CreateStateParallel and "
+        "FollowParallel of such a function.",
+        f"use alpa.PipeshardParallel, or an environment with {ALPAS_JAXLIB}.",
+    )
+
+
+def get_physical_mesh(_original: Any) -> Callable[..., Any]:
+    """Replace the cluster's own mesh: refuse it before workers start. Only functions without a pipeline have one."""
+
+    def replacement(_self: Any, *_: Any, **__: Any) -> Any:
+        raise needs_alpas_jaxlib(
+            f"A function without a pipeline (ShardParallel, or alpa.parallelize without method) needs {ALPAS_JAXLIB}"
         )
+
+    return replacement
 
 
 def jaxpr_to_hlo(_original: Any) -> Callable[..., UnloweredProgram]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import numpy
 
 from hwaware.compat.jaxprs import is_literal, renamed, variables
+from hwaware.errors import WorkerFailedError
 from hwaware.patching import batches, failures, observing, rescue
 
 
@@ -77,7 +79,12 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
                     failures.require_kept(array.remote_ref)
                     if array.device_mesh is not mesh:
                         _ = array._value  # the array keeps the value
-        return original(self, *args)
+        try:
+            return original(self, *args)
+        except BaseException as error:
+            if not isinstance(error, WorkerFailedError) and _has_begun(error):
+                failures.end_program(self.mesh_group, _interrupted(error))
+            raise
 
     def replacement(self: Any, *args: Any) -> Any:
         with observing.a_call_of(self):
@@ -85,6 +92,22 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
             return launch(self, *args) if run is None else run.call(self, args, launch)
 
     return replacement
+
+
+def _has_begun(error: BaseException) -> bool:
+    """Return True if a stage has begun the step in which Alpa's function failed; later stages then lack it."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    alpas = (frame for frame in frames if "output_uuids" in frame.f_locals and "physical_mesh" in frame.f_locals)
+    return any(uuids is not None for frame in alpas for uuids in frame.f_locals["output_uuids"])
+
+
+def _interrupted(error: BaseException) -> WorkerFailedError:
+    return WorkerFailedError(
+        "the driver",
+        f"a step was interrupted while the driver started it, by {type(error).__name__}: some stages have begun the "
+        "step, and others never will.",
+        "start the program again, from its newest checkpoint if it has one.",
+    )
 
 
 def _apart(executable: Any, args: Sequence[Any]) -> Tuple[Any, ...]:

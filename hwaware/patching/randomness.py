@@ -11,6 +11,7 @@ def monkey_patch_random(_original: Any) -> Callable[..., None]:
 
     def replacement() -> None:
         randomness.draw_primitive()  # remembers JAX's own samplers
+        randomness.trace_in_this_thread()
         _set({name: getattr(randomness, name) for name in randomness.SAMPLERS})
 
     return replacement

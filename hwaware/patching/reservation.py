@@ -95,10 +95,9 @@ def shutdown(original: Any) -> Callable[[], None]:
 
     def replacement() -> None:
         import alpa.api
-        from alpa import device_mesh
 
         try:
-            failures.shut_down_groups(device_mesh.global_virtual_physical_mesh)
+            failures.shut_down_groups()
             original()
         finally:
             alpa.api.clear_executable_cache()

@@ -126,23 +126,26 @@ def _become(virtual_mesh: Any, made: Any) -> None:
 
 
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
-    """Wrap Alpa's function: in a whole cluster of unequal or partly reserved hosts, each host keeps its devices."""
+    """Wrap Alpa's function: among unequal or partly reserved hosts, each host keeps its devices."""
     from alpa.device_mesh import VirtualPhysicalMesh
     from alpa.global_env import global_config
 
     @functools.wraps(original)
     def replacement(self: Any, host_ids: Any = None, num_devices_per_host: Any = None) -> Any:
-        if host_ids is not None or num_devices_per_host is not None:
-            return original(self, host_ids, num_devices_per_host)
-        indices = reservation.indices_of(self)
-        if indices is not None:  # equally many devices of each host, but not the first ones
-            hosts = list(range(len(indices)))
-            return VirtualPhysicalMesh(hosts, self.host_info, len(indices[0]), self, indices)
-        if len(set(self.host_num_devices)) == 1:
-            return original(self, host_ids, num_devices_per_host)
         # `host_num_devices` may be in another order than the hosts, so ask Ray's description of each host.
         counts = [int(info["Resources"][global_config.ray_accelerator_name]) for info in self.host_info]
-        return make_mesh(range(len(counts)), self.host_info, counts, self)
+        indices = reservation.indices_of(self) or [list(range(count)) for count in counts]
+        hosts = list(range(len(indices))) if host_ids is None else [int(host) for host in host_ids]
+        chosen, infos = [indices[host][:num_devices_per_host] for host in hosts], [self.host_info[h] for h in hosts]
+        if num_devices_per_host is not None and any(len(devices) < num_devices_per_host for devices in chosen):
+            raise AlpaError(
+                f"The program has {', '.join(str(len(devices)) for devices in chosen)} devices on hosts "
+                f"{', '.join(map(str, hosts))}, expected num_devices_per_host={num_devices_per_host} on each.",
+                "ask for fewer devices, or for other hosts by host_ids.",
+            )
+        if len({len(devices) for devices in chosen}) == 1:
+            return VirtualPhysicalMesh(hosts, infos, len(chosen[0]), self, chosen)
+        return make_mesh(hosts, infos, list(map(len, chosen)), self)
 
     return replacement
 

@@ -115,6 +115,19 @@ class Watch:
                 raise MeasurementError(f"{what} took longer than {allowed_s:g} s.", fix)
         return [values[reference] for reference in references]
 
+    def give_up(self, failure: WorkerFailedError) -> None:
+        """End every worker; every later wait raises the failure."""
+        import ray
+
+        self.failure = failure
+        if self._head.error is None:
+            ray_cluster.end_actors([one.actor for one in self._members])
+        else:  # Ray can kill none; the workers themselves still answer
+            ends = [one.actor.end.options(concurrency_group=CONTROL).remote() for one in self._members]
+            ray.wait(ends, num_returns=len(ends), timeout=_CAUSE_LIMIT_S)
+            ray_cluster.leave()  # before Ray ends the driver
+        self.close()
+
     def close(self) -> None:
         """End the watch; the workers may end now."""
         for member_ in self._members:
@@ -139,17 +152,8 @@ class Watch:
 
     def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> NoReturn:
         """End every worker, and raise the failure."""
-        import ray
-
-        self.failure = failure
-        if self._head.error is None:
-            ray_cluster.end_actors([one.actor for one in self._members])
-        else:  # Ray can kill none; the workers themselves still answer
-            ends = [one.actor.end.options(concurrency_group=CONTROL).remote() for one in self._members]
-            ray.wait(ends, num_returns=len(ends), timeout=_CAUSE_LIMIT_S)
-            ray_cluster.leave()  # before Ray ends the driver
-        self.close()
-        raise self.failure from error
+        self.give_up(failure)
+        raise failure from error
 
     def _cause(self, error: Optional[Exception]) -> WorkerFailedError:
         """Return the loss of Ray's head, else of a worker, else a worker's own failure, else one that it noticed."""

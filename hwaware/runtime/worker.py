@@ -296,9 +296,32 @@ class HostWorker:
             num_batch: Number of parts.
             batch_dim: Dimension along which to cut.
         """
-        cut = [numpy.split(data, num_batch, batch_dim) if num_batch > 1 else [data] for data in datas]
-        for uuid, parts in zip(_as_list(uuids), zip(*cut)):
-            self.buffers[uuid] = [self.put(part, index) for index, part in enumerate(parts)]
+        try:
+            cut = [numpy.split(data, num_batch, batch_dim) if num_batch > 1 else [data] for data in datas]
+            for uuid, parts in zip(_as_list(uuids), zip(*cut)):
+                self.buffers[uuid] = [self.put(part, index) for index, part in enumerate(parts)]
+        except Exception as error:  # nobody looks at this call's outcome, but the next step needs the array
+            self._keep_failure(error)
+            raise
+
+    def shard_and_put_non_zero_buffer(
+        self, uuids: Any, shape: Sequence[int], dtype: Any, indices: Sequence[Any], num_batch: int
+    ) -> None:
+        """Store an array of equal small numbers, for Alpa's option `use_dummy_value_for_benchmarking`.
+
+        Args:
+            uuids: The uuid of each of the `num_batch` parts.
+            shape: Shape of the whole array.
+            dtype: Its data type.
+            indices: Place of each part in the array, in slices, device by device.
+            num_batch: Number of parts.
+        """
+        for part, uuid in enumerate(_as_list(uuids)):
+            sizes = [
+                [len(range(*one.indices(edge))) for one, edge in zip(place, shape)]
+                for place in indices[part::num_batch]
+            ]
+            self.buffers[uuid] = [self.put(numpy.full(size, 1e-8, dtype), at) for at, size in enumerate(sizes)]
 
     def expect(self, parts: Sequence[Expected]) -> None:
         """Expect parts of a batch from the driver: each arrives before, or while, an instruction waits for it."""

@@ -102,6 +102,11 @@ class Run:
         if lacks_copies() or not self.vaults.up:
             LOG.warning("The restored state has no copies yet: if its host is lost before they exist, training ends.")
 
+    def end(self, failure: WorkerFailedError) -> None:
+        """End the program, which cannot go on: every later call raises the failure."""
+        self.ended = failure
+        self.close()
+
     def close(self) -> None:
         """End the vaults, and give back what was reserved."""
         self.is_closed, self.copies.flights = True, []
@@ -188,6 +193,7 @@ class Run:
             self.close()
             self.ended = error.failure
             self.recovery.watch.give_up(error.failure)
+            raise error.failure
         what = messages.lost(lost, error.failure)
         try:
             done = self.place_again(survivors, lost)

@@ -58,10 +58,6 @@ class SurvivingWatch(Watch):
                 return WorkerFailedError(member.where, f"{lost}.", "see the Ray logs of that host (worker-*.err).")
         return super()._cause(error)
 
-    def give_up(self, failure: WorkerFailedError) -> NoReturn:
-        """End every worker, and raise: the program cannot go on."""
-        super()._end(failure, None)
-
     def raise_lost(self) -> None:
         """Raise if a worker's process or host is lost, without a wait.
 

@@ -1,5 +1,8 @@
 """Several functions whose stages hwaware chooses, on the same devices: each has workers of its own."""
 
+import os
+import signal
+
 import jax
 import numpy
 import pytest
@@ -84,4 +87,118 @@ def test_a_second_set_of_workers_of_one_function_is_told(compiled, caplog):
         function(weights(), numpy.ones((4, WIDTH), numpy.float32))
     assert "compiled" not in caplog.text
     first(weights(), numpy.ones((2, WIDTH), numpy.float32))
-    assert "Alpa has compiled step again, for arguments of other shapes or types." in caplog.text
+    assert "Alpa has compiled step again, for arguments of other shapes or types, or with another" in caplog.text
+
+
+def test_a_step_that_the_driver_starts_by_half_ends_the_program(compiled, monkeypatch):
+    """The later stage would pair its next step with the earlier stage's interrupted one."""
+    from hwaware.errors import WorkerFailedError
+
+    make, _ = compiled
+    step, batch = make(), numpy.ones((4, WIDTH), numpy.float32)
+    _, loss = step(weights(), batch)
+    meshes = step.get_last_executable().mesh_group.meshes
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(meshes[0], "shard_args_to_bufs", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            step(weights(), batch)
+    _, again = step(weights(), batch)  # no stage had begun
+    assert float(again._value) == float(loss._value)
+    monkeypatch.setattr(meshes[1], "shard_args_to_bufs", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        step(weights(), batch)
+    monkeypatch.undo()
+    for _ in range(2):
+        with pytest.raises(WorkerFailedError, match=r"interrupted while the driver started it, by KeyboardInterrupt"):
+            _ = step(weights(), batch)[1]._value
+
+
+def test_a_program_waits_for_arrays_as_in_jax(compiled, monkeypatch):
+    from hwaware.patching import failures
+
+    make, _ = compiled
+    state, loss = make()(weights(), numpy.ones((4, WIDTH), numpy.float32))
+    waits, wait_for = [], failures.wait_for
+    monkeypatch.setattr(failures, "wait_for", lambda mesh, what: (waits.append(mesh), wait_for(mesh, what)))
+    assert loss.block_until_ready() is loss
+    assert waits == [loss.device_mesh]
+    jax.block_until_ready(state)
+    assert {mesh for array in state.values() for mesh in [array.device_mesh]} <= set(waits)
+
+
+def test_a_lost_worker_ends_a_step_that_alpa_checks(compiled, monkeypatch):
+    import ray
+    from alpa.global_env import global_config
+
+    from hwaware.errors import WorkerFailedError
+
+    make, _ = compiled
+    monkeypatch.setattr(global_config, "pipeline_check_alive", True)
+    step, batch = make(), numpy.ones((4, WIDTH), numpy.float32)
+    step(weights(), batch)
+    (worker,) = step.get_last_executable().mesh_group.meshes[1].workers
+    os.kill(ray.get(worker.process_id.remote()), signal.SIGKILL)
+    with pytest.raises(WorkerFailedError):
+        step(weights(), batch)
+
+
+def test_a_step_computes_with_made_up_numbers_if_alpa_is_asked_to(compiled, monkeypatch):
+    from alpa.global_env import global_config
+
+    make, _ = compiled
+    monkeypatch.setattr(global_config, "use_dummy_value_for_benchmarking", True)
+    _, loss = make()(weights(), numpy.ones((4, WIDTH), numpy.float32))
+    monkeypatch.undo()
+    assert 0 <= float(loss._value) < 1e-12  # of weights that are 1e-8
+
+
+def test_a_failed_placement_of_weights_is_the_failure_that_is_told(compiled):
+    from hwaware.errors import WorkerFailedError
+
+    make, _ = compiled
+    step, batch = make(), numpy.ones((4, WIDTH), numpy.float32)
+    step(weights(), batch)
+    (worker,) = step.get_last_executable().mesh_group.meshes[0].workers
+    worker.put_buffers.remote([123], ["no array"])
+    with pytest.raises(WorkerFailedError, match="not a valid JAX"):
+        _ = step(weights(), batch)[1]._value
+
+
+def test_a_shutdown_ends_the_workers_of_all_functions(compiled):
+    """Also of those on a mesh of their own, as here."""
+    from hwaware.patching import reservation
+
+    make, _ = compiled
+    step = make()
+    step(weights(), numpy.ones((4, WIDTH), numpy.float32))
+    group, ended = step.get_last_executable().mesh_group, []
+    reservation.shutdown(lambda: ended.append(True))()
+    assert ended
+    assert all(mesh.workers is None for mesh in group.meshes)
+
+
+def test_a_function_without_a_pipeline_is_refused_before_workers_start(compiled):
+    from alpa.device_mesh import DeviceCluster
+
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=r"without a pipeline .*needs Alpa's own jaxlib"):
+        DeviceCluster.get_physical_mesh(None)
+
+
+def test_arguments_whose_class_takes_nothing_but_arrays_have_numbers_in_messages(monkeypatch):
+    from hwaware.patching import compiling
+
+    class Pair:
+        def __init__(self, one, other):
+            self.both, self.shape = (one, other), one.shape + other.shape
+
+    jax.tree_util.register_pytree_node(Pair, lambda pair: (pair.both, None), lambda _, both: Pair(*both))
+    tree = jax.tree_util.tree_structure(Pair(numpy.ones(2), numpy.ones(3)))
+    monkeypatch.setattr(compiling._Context, "trees", (tree, lambda: tree))
+    assert compiling.names_of_step().argument(1) == "argument 1"
+    assert compiling.names_of_step().result(1) == "Result 1"

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +116,35 @@ def traced(function, *arguments):
             return jax.make_jaxpr(function)(*arguments)
     finally:
         monkey_patch.restore_random()
+
+
+def test_another_thread_draws_as_ever_while_alpa_traces():
+    """Such as one that augments the next batch."""
+    from hwaware.activation import install_runtime
+
+    install_runtime()
+    from alpa import monkey_patch
+
+    drawn = []
+
+    def augment():
+        key = jax.random.PRNGKey(3)
+        drawn.append(jax.jit(lambda key: jax.random.uniform(key, (7,), minval=2.0))(key))
+        drawn.append(jax.jit(lambda key: jax.random.truncated_normal(key, -1.0, 2.0, (7,)))(key))
+        drawn.append(jax.random.bernoulli(key, 0.3, (7,)))
+
+    for traces in (False, True):
+        if traces:
+            monkey_patch.monkey_patch_random()
+        try:
+            thread = threading.Thread(target=augment)
+            thread.start()
+            thread.join(60)
+        finally:
+            monkey_patch.restore_random()
+    assert len(drawn) == 6
+    for stock, found in zip(drawn[:3], drawn[3:]):
+        np.testing.assert_array_equal(stock, found)
 
 
 KEY = np.array([0, 7], np.uint32)  # PRNGKey(7), without waking JAX before Ray forks

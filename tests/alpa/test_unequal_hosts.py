@@ -105,6 +105,33 @@ def test_a_program_that_has_the_last_devices_of_a_host_uses_these(mesh_of):
     assert sorted(used) == [2, 3]
 
 
+@pytest.mark.parametrize(
+    ("host_ids", "num_devices", "expected"),
+    [([0], None, [[2, 3]]), ([1], None, [[0, 1]]), ([0, 1], 1, [[2], [0]]), (None, 1, [[2], [0]])],
+)
+def test_a_part_of_what_a_program_has_is_of_its_own_devices(mesh_of, host_ids, num_devices, expected):
+    from alpa.device_mesh import DeviceCluster
+
+    cluster = Cluster([("a", 2), ("b", 2)])
+    cluster.hwaware_indices = [[2, 3], [0, 1]]
+    mesh = DeviceCluster.get_virtual_physical_mesh(cluster, host_ids, num_devices)
+    assert mesh.devices == expected
+    assert mesh.num_devices == sum(map(len, expected))
+
+
+def test_a_part_of_unequal_hosts_has_the_devices_of_each(mesh_of):
+    from alpa.device_mesh import DeviceCluster
+
+    from hwaware.errors import AlpaError
+
+    cluster = Cluster([("a", 2), ("b", 1), ("c", 4)])
+    mesh = DeviceCluster.get_virtual_physical_mesh(cluster, host_ids=[1, 2])
+    assert [len(devices) for devices in mesh.devices] == [1, 4]
+    assert [info["NodeManagerAddress"] for info in mesh.host_info] == [ADDRESSES["b"], ADDRESSES["c"]]
+    with pytest.raises(AlpaError, match=r"2, 1 devices on hosts 0, 1, expected num_devices_per_host=2"):
+        DeviceCluster.get_virtual_physical_mesh(cluster, [0, 1], 2)
+
+
 def test_a_mesh_that_loses_a_host_and_gets_it_back(mesh_of):
     """Each device keeps its place; the host's number is another one."""
     from hwaware.patching import meshes, unequal
