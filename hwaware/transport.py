@@ -50,6 +50,8 @@ _SOCKET_BUFFER_BYTES = 4 << 20
 _WRITE_BYTES = 1 << 18
 # ssl reads less than 2 GiB at once.
 _READ_BYTES = 1 << 30
+# So many bytes of a long message wake its receiver.
+_RARE_BYTES = 1 << 19
 _LONGEST_KEY_BYTES = 1 << 16
 # No array of a training step is longer. A corrupt header could otherwise ask for any amount of memory.
 _LONGEST_PAYLOAD_BYTES = 1 << 38
@@ -797,9 +799,17 @@ def _read_exactly(connection: socket.socket, count: int) -> Optional[memoryview]
     view = memoryview(numpy.empty(count, numpy.uint8).data)
     # MSG_WAITALL lets the kernel collect all bytes: each wake-up would cost a throttled receiver time. TLS takes none.
     flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
+    rests = _RARE_BYTES if flags and count > 2 * _RARE_BYTES and hasattr(socket, "SO_RCVLOWAT") else 0
+    if rests:
+        # Else Linux wakes the thread for each packet, all the same: 15 ms instead of 11 ms of a core for 20 MB.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, rests)
     received = 0
     while received < count:
-        step = connection.recv_into(view[received:], min(count - received, _READ_BYTES), flags)
+        left = count - received
+        if rests and left <= rests:  # the last bytes are fewer, and have to wake it
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            rests = 0
+        step = connection.recv_into(view[received:], min(left - rests, _READ_BYTES), flags)
         if step == 0:
             if received == 0:
                 return None

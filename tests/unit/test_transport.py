@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,6 +150,40 @@ def test_what_was_sent_before_closing_still_arrives(mailbox, connection):
     connection.send("last", b"z" * 100_000)
     connection.close()
     assert len(mailbox.take("last", LIMIT_S)) == 100_000
+
+
+def test_the_last_bytes_of_a_long_message_need_no_more_after_them(mailbox):
+    peer = Connection(("127.0.0.1", mailbox.port), CREDENTIALS)
+    payload = np.random.default_rng(0).bytes(3 << 20)
+    peer._socket.sendall(struct.pack("<IQ", 3, len(payload)) + b"key")
+    for begin, end in ((0, 1000), (1000, 2 << 20), (2 << 20, -1), (-1, len(payload))):
+        peer._socket.sendall(payload[begin:end])
+        time.sleep(0.02)
+    assert bytes(mailbox.take("key", LIMIT_S)) == payload
+    peer.send("short", b"1")
+    assert bytes(mailbox.take("short", LIMIT_S)) == b"1"
+    peer._socket.sendall(struct.pack("<IQ", 3, len(payload)) + b"key" + payload[:1000])
+    peer._socket.close()
+    with pytest.raises(MeasurementError, match="within a message"):
+        mailbox.take("key", LIMIT_S)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_few_packets_of_a_long_message_wake_its_receiver(mailbox):
+    def wakes():
+        tasks = [Path("/proc/self/task") / str(one.native_id) / "status" for one in threading.enumerate()]
+        lines = [line for task in tasks for line in task.read_text().splitlines()]
+        return sum(int(line.split()[1]) for line in lines if line.startswith("voluntary"))
+
+    peer = Connection(("127.0.0.1", mailbox.port), CREDENTIALS)
+    peer._socket.sendall(struct.pack("<IQ", 3, 8 << 20) + b"key")
+    before = wakes()
+    for _ in range(1024):
+        peer._socket.sendall(bytes(8 << 10))
+        time.sleep(2e-4)
+    assert len(mailbox.take("key", LIMIT_S)) == 8 << 20
+    assert wakes() - before < 1024 + 300  # this thread's own rests, and hardly more
+    peer.close()
 
 
 def test_a_peer_that_dies_within_a_message_ends_the_wait(mailbox):
