@@ -157,6 +157,8 @@ class Adapter:
     def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
         """Search beside the training, which goes on meanwhile."""
         made, plan = self._made.placement, self.follower.plan
+        if made.solver == "alpa":
+            profile = choosing.in_order(profile, self._group.parent)
         return self._pool.submit(
             choosing.searched, workload, profile, solver=made.solver, exclude=_present(made.exclude, profile),
             num_microbatches=plan.num_microbatches, schedule=plan.schedule, reserve_bytes=made.reserve_bytes,

@@ -56,12 +56,14 @@ def best_plan(
         "rule": rule,
         "reserve_bytes": settings.reserve_bytes,
     }
-    alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
+    ordered = in_order(profile, arguments["virtual_mesh"])
+    alpas = alpa_mapping.alpas_plan(workload, ordered, **asked)
     plan = alpas
     if settings.solver != "alpa" or settings.exclude:
         present = {*(host.name for host in profile.hosts), *(device.id for device in profile.devices)}
         exclude = tuple(name for name in settings.exclude if name in present)  # others may be lost
-        plan = searched(workload, profile, solver=settings.solver, exclude=exclude, **asked)
+        given = ordered if settings.solver == "alpa" else profile
+        plan = searched(workload, given, solver=settings.solver, exclude=exclude, **asked)
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, _FIX).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or _FIX)
@@ -76,12 +78,16 @@ def searched(
 ) -> Plan:  # fmt: skip
     """Return the plan of a search, changed for the shortest likely step, or that of a solver that searches nothing.
 
-    Arguments are as in `hwaware.plan`.
+    Arguments are as in `hwaware.plan`. The solver "alpa" places as Alpa itself does on hosts in the profile's order.
     """
     import hwaware.placement
     from hwaware.patching.steady import steadiest
+    from hwaware.placement.alpa_mapping import alpas_plan
     from hwaware.placement.choices import remaining, with_reserve
 
+    if solver == "alpa":
+        asked.pop("time_limit_s", None)
+        return alpas_plan(workload, remaining(profile, exclude), rule=rule, reserve_bytes=reserve_bytes, **asked)
     chosen: Dict[str, Any] = {"solver": solver, "exclude": exclude, "reserve_bytes": reserve_bytes, "rule": rule}
     plan = hwaware.placement.plan(workload, profile, **chosen, **asked)
     if solver in _MAPPINGS:
@@ -136,7 +142,7 @@ def mapping_of(plan: Plan) -> str:
     return f"layers {', '.join(named)}" + (f" and {left} more" if left > 0 else "")
 
 
-def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
+def in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
     """Return the profile with its hosts in the order in which Alpa sees and fills them."""
     position = {
         virtual_mesh.host_info[host]["NodeManagerAddress"]: host for host in reversed(range(virtual_mesh.num_hosts))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set, Tuple, TypeVar
 
+from msgspec.structs import replace
+
 from hwaware.cluster import ClusterProfile, Device, Link, PartialProfile, collectives_beside
 from hwaware.profiler.flags import all_flags
 from hwaware.records import PathLike, decode_document, read_bytes
@@ -34,7 +36,7 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
     The function computes all flags again. Earlier failures stay until a measurement of their subjects succeeds.
     """
     hosts = _joined(earlier.hosts, later.hosts, lambda host: host.name)
-    devices = _joined(earlier.devices, later.devices, lambda device: device.id)
+    devices = _joined(earlier.devices, _with_runtime(earlier.devices, later.devices), lambda device: device.id)
     links = _joined(_beside(earlier.links, later.links, devices), later.links, lambda link: (link.source, link.target))
     links.sort(key=lambda link: (link.source, link.target))
     mended: Set[Tuple[str, ...]] = {(link.source, link.target) for link in later.links}
@@ -55,6 +57,17 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
         environment=environment,
         flags=(*old, *new, *all_flags(devices, links, loads(environment))),
     )
+
+
+def _with_runtime(earlier: Sequence[Device], later: Sequence[Device]) -> List[Device]:
+    """Return the later devices with the earlier times of the runtime, which come after all other measurements."""
+    before = {device.id: device for device in earlier}
+    return [
+        device
+        if device.id not in before or device.pass_s is not None
+        else replace(device, pass_s=before[device.id].pass_s, sum_bytes_per_s=before[device.id].sum_bytes_per_s)
+        for device in later
+    ]
 
 
 def _beside(earlier: Sequence[Link], later: Sequence[Link], devices: Sequence[Device]) -> List[Link]:

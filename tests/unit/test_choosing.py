@@ -146,6 +146,13 @@ def test_the_solver_alpa_gives_alpas_own_mapping_in_either_order_of_hosts(choose
     assert theirs == f"{ours}."
 
 
+@pytest.mark.parametrize("order", ["abc", "cba"])
+def test_the_solver_alpa_places_on_what_is_not_excluded_as_alpa_does(choose, order):
+    plan, line = choose(hosts(a=1.0, b=1.0, c=1.0), *order, solver="alpa", exclude=("b",))
+    assert [stage.devices for stage in plan.stages] == [(f"{host}:0",) for host in reversed(order) if host != "b"]
+    assert "solver='alpa' asks for it" in line
+
+
 def test_the_solver_alpa_counts_gradient_sums_as_the_comparison_does(choose):
     """Two devices as replicas of one stage look best to Alpa's formula alone, and are slow by these links."""
     devices = [device(f"{name}:0", 1.0, memory_bytes=1 << 30) for name in "ab"]

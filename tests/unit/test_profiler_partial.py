@@ -66,6 +66,13 @@ def test_one_host_is_measured_again_and_nothing_else(run):
     assert len(second.environment["earlier"]) == 1
 
 
+def test_a_device_that_is_measured_again_keeps_the_times_of_the_runtime(run):
+    first, _ = run()
+    timed_devices = [msgspec.structs.replace(one, pass_s=1e-4, sum_bytes_per_s=1e9) for one in first.devices]
+    second, _ = run(["h2"], msgspec.structs.replace(first, devices=tuple(timed_devices)), flops=2e10)
+    assert {(device.pass_s, device.sum_bytes_per_s) for device in second.devices} == {(1e-4, 1e9)}
+
+
 def test_one_link_is_measured_again_and_nothing_else(run):
     first, _ = run()
     second, crew = run(["h1+h2"], first, rate=5e7)
