@@ -100,7 +100,7 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
     """Return the workload with times measured on devices, by device, layer and sharding ("DP,TP").
 
     Devices of a kind with like times share their mean. The fastest group's times stand under the kind's name, and count
-    for devices without measurements too.
+    for devices without measurements too. If these have such times already, each group has times of its own.
 
     Example:
         >>> workload = Workload.uniform()
@@ -123,9 +123,11 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
             ]
             for layer, one in zip(found, joined):
                 if one:
+                    others = [device.id for device in devices if device.id not in times and device.id not in layer]
                     for name in group:  # it may be another machine than before
                         layer.pop(name, None)
-                    layer.update(dict.fromkeys([kind] if number == 0 else group, one))
+                    is_of_kind = number == 0 and not (kind in layer and others)
+                    layer.update(dict.fromkeys([kind] if is_of_kind else group, one))
     layers = (replace(layer, measured=measured or None) for layer, measured in zip(workload.layers, found))
     return replace(workload, layers=tuple(layers))
 

@@ -11,7 +11,7 @@ import logging
 import os
 import sysconfig
 import traceback
-from typing import Any, Callable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError
@@ -43,6 +43,8 @@ _OWN = ("alpa", "hwaware")
 # Attribute of Alpa's virtual meshes: the functions that have workers of their own there.
 _FUNCTIONS = "hwaware_functions"
 LOG = logging.getLogger("hwaware")
+# Arguments of Alpa's compilation that belong to the method, and not to the call.
+_OF_METHOD = ("stage_option", "num_microbatch", "pipeline_schedule")
 _SCHEDULES = ("1f1b", "1f1b_overlap_friendly", "gpipe", "inference")
 
 
@@ -61,7 +63,7 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
         try:
             executable = original(*args, **kwargs)
             if places:
-                _note_workers(executable.mesh_group, arguments["fun"])
+                _note_workers(executable.mesh_group, arguments)
             return executable
         except HwawareError:
             raise
@@ -77,10 +79,11 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def _note_workers(group: Any, function: Any) -> None:
-    """Remember the function of new workers, and warn if it has other workers already."""
-    functions = vars(group.parent).setdefault(_FUNCTIONS, [])
-    if any(one is function.f for one in functions):
+def _note_workers(group: Any, arguments: Dict[str, Any]) -> None:
+    """Remember the function of new workers, and warn if it has other workers already by the same method."""
+    functions, function = vars(group.parent).setdefault(_FUNCTIONS, []), arguments["fun"]
+    made = function.f, *(arguments[name] for name in _OF_METHOD)
+    if any(len(one) == len(made) and all(map(_is_like, one, made)) for one in functions):
         LOG.warning(
             "Alpa has compiled %s again, for arguments of other shapes or types, or with another value of a static "
             "argument. Its second set of workers has the same devices, and gets arrays through the driver. To fix: "
@@ -88,7 +91,11 @@ def _note_workers(group: Any, function: Any) -> None:
             "numbers are static: pass a number that changes as numpy.float32(number).",
             function.__name__,
         )
-    functions.append(function.f)
+    functions.append(made)
+
+
+def _is_like(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, (str, int, tuple, list)) and one == other)
 
 
 def on_workers_of(name: str) -> Callable[[Any], Callable[..., Any]]:
@@ -130,7 +137,7 @@ class _Followed:
 
     def _found(self, executable: Any) -> Any:
         group = executable.mesh_group
-        failures.require_workers(group)
+        failures.require_workers(group, "call the followed function after alpa.init(), and then the one that follows.")
         self._changed.append((group.parent, group.parent.launched_physical_mesh_group))
         group.parent.launched_physical_mesh_group = group
         return executable

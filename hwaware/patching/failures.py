@@ -16,6 +16,10 @@ from hwaware.patching.mechanism import Patch, Target
 _MEMBERS, _WATCH = "hwaware_members", "hwaware_watch"
 # A worker finishes its microbatch in less time; a worker that is stuck would never end.
 _END_LIMIT_S = 60.0
+_CALL_AGAIN = (
+    "read and save arrays before alpa.shutdown(); call the function that alpa.parallelize returned, not an executable "
+    "from before alpa.shutdown()."
+)
 LOG = logging.getLogger("hwaware")
 # Not empty once the program ends.
 _ENDS: List[bool] = []
@@ -140,8 +144,8 @@ def require_kept(reference: Any) -> None:
         )
 
 
-def require_workers(mesh: Any) -> None:
-    """Refuse a mesh, or a group of meshes, whose workers have ended.
+def require_workers(mesh: Any, fix: str = _CALL_AGAIN) -> None:
+    """Refuse a mesh, or a group of meshes, whose workers have ended; `fix` says what to do.
 
     Raises:
         UnusableInputError: The program itself has ended them.
@@ -151,11 +155,7 @@ def require_workers(mesh: Any) -> None:
         run = rescue.run_of(mesh)
         if run is not None and run.ended is not None:
             raise run.ended
-        raise UnusableInputError(
-            "The workers of this array or function have ended.",
-            "read and save arrays before alpa.shutdown(); call the function that alpa.parallelize returned, not an "
-            "executable from before alpa.shutdown().",
-        )
+        raise UnusableInputError("The workers of this array or function have ended.", fix)
 
 
 def end_program(group: Any, failure: WorkerFailedError) -> None:

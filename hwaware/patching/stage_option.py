@@ -282,7 +282,7 @@ def _regrouped(original: Callable[..., Any], settings: PlacementSettings, argume
         workload = _traced(arguments)
         schedule = schedule_of(arguments["pipeline_schedule"])
         fixed = meshes.plan_of(option, sliced, whole, arguments["num_micro_batches"], schedule)
-        plan = choosing.best_order(fixed, workload, profile)
+        plan = choosing.best_order(fixed, workload, with_reserve(profile, settings.reserve_bytes))
         sliced = meshes.slice_mesh(virtual_mesh, plan, whole)
     except (ProfileMismatchError, PlanError) as error:
         choosing.say_why_not(error)

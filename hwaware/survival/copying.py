@@ -36,6 +36,8 @@ _POINTS = 9
 # Copies that take longer than this, and than MOST_CALLS calls, were stopped on their way. A link between two hosts may
 # be broken though the driver reaches both.
 _FLIGHT_LIMIT_S = 600.0
+# An idle host that has lost so many vaults takes no more copies, though Ray answers there.
+_MOST_VAULTS = 3
 # So long ago that copies are due at the next call, however rare they are.
 _NEVER = -math.inf
 
@@ -62,7 +64,7 @@ class Copies:
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
         events: The losses so far.
-        lost: Addresses of hosts that were lost with their vault.
+        lost: Addresses of hosts that were lost with their vault, or lost several vaults.
     """
 
     every: Optional[int] = None
@@ -80,6 +82,7 @@ class Copies:
         self._newest = _NEVER  # number of the newest point that was copied
         self._hands_over = True  # until a vault cannot read a worker's memory
         self.lost: Set[str] = set()
+        self._vaults_lost: Counter[str] = Counter()
         self._is_alone = False  # the state is on one host only
         self._serials = itertools.count()
         self._commits: List[int] = []  # serials of the newest flights that were committed
@@ -263,6 +266,11 @@ class Copies:
             text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
         )  # fmt: skip
 
+    def takes_back(self, host: str) -> None:
+        """Let a host take copies that was lost."""
+        self.lost.discard(host)
+        del self._vaults_lost[host]
+
     def given_up(self) -> List[Point]:
         """Give up the points on their way; return them, the newest first: vaults may have got their copies."""
         flights, self.flights = self.flights, []
@@ -274,8 +282,9 @@ class Copies:
         LOG.warning("%s", messages.vault_lost(what))
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])
-        if not ray_jobs.is_there(host):
-            self.lost.add(host)
+        self._vaults_lost[host] += 1
+        if self._vaults_lost[host] >= _MOST_VAULTS or not ray_jobs.is_there(host):
+            self.lost.add(host)  # such as one with too little memory
         self.flights, self._newest = [], _NEVER
 
     def _rates(self) -> Dict[Tuple[str, str], float]:

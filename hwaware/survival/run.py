@@ -125,7 +125,7 @@ class Run:
         recovery.left_out = {place for place in recovery.left_out if place[0] != address}
         recovery.restarts = {place: count for place, count in recovery.restarts.items() if place[0] != address}
         self.vaults.avoided.discard(address)
-        self.copies.lost.discard(address)
+        self.copies.takes_back(address)
         kept = {what: outcome for what, outcome in self.drained.items() if what not in names and outcome.done}
         self.vaults.forget(set(self.drained) - set(kept))
         self.drained = kept

@@ -50,16 +50,19 @@ def devices_of_stages(mesh):
 @pytest.mark.parametrize(
     ("kind", "request_it"), chosen([*itertools.product(["manual", "uniform", "3d"], [False, True])], 3)
 )
-def test_stages_that_the_program_fixes(local_ray, profile, model, caplog, request_it, kind):
+def test_stages_that_the_program_fixes(local_ray, profile, model, caplog, monkeypatch, request_it, kind):
     import hwaware
+    from hwaware.patching import choosing
 
+    given, best_order = [], choosing.best_order
+    monkeypatch.setattr(choosing, "best_order", lambda *how: (given.append(how[-1]), best_order(*how))[1])
     caplog.set_level(logging.INFO, logger="hwaware")
     # Ten times as fast, so that the gain exceeds the error of predictions.
     (first, *others) = profile.devices
     products = tuple(msgspec.structs.replace(one, seconds=one.seconds / 10) for one in first.throughput["float32"])
     fast = msgspec.structs.replace(first, throughput={"float32": products})
     profile = msgspec.structs.replace(profile, devices=(fast, *others))
-    with hwaware.enabled(profile, place_fixed_stages=request_it):
+    with hwaware.enabled(profile, place_fixed_stages=request_it, reserve_bytes=1e6):
         from alpa import ManualStageOption, UniformStageOption
 
         # Under Alpa equal meshes get devices in reverse order.
@@ -79,6 +82,9 @@ def test_stages_that_the_program_fixes(local_ray, profile, model, caplog, reques
         assert (found, told) == (alpas, [])
         return
     assert len(told) == 1
+    assert [one.memory_bytes for one in given[0].devices] == [
+        one.memory_bytes - 1e6 for one in profile.devices[: len(alpas)]
+    ]
     assert [stage.devices for stage in hwaware.last_plan().stages] == [(f"here:{each}",) for (each,) in found]
     assert sorted(found) == sorted(alpas)
     if kind == "manual":

@@ -81,9 +81,16 @@ def test_a_function_that_follows_runs_on_the_workers_of_the_followed_one(compile
 
 
 def test_a_second_set_of_workers_of_one_function_is_told(compiled, caplog):
-    make, _ = compiled
+    import alpa
+
+    make, mesh = compiled
     first, second = make(), make()
-    for function in (first, second):
+    other_method = alpa.PipeshardParallel(
+        devices=mesh, num_micro_batches=2, layer_option=alpa.AutoLayerOption(layer_num=4),
+        stage_option="auto", pipeline_schedule="gpipe",
+    )  # fmt: skip
+    third = alpa.parallelize(first.fun, method=other_method, donate_argnums=())
+    for function in (first, second, third):
         function(weights(), numpy.ones((4, WIDTH), numpy.float32))
     assert "compiled" not in caplog.text
     first(weights(), numpy.ones((2, WIDTH), numpy.float32))
@@ -166,6 +173,27 @@ def test_a_failed_placement_of_weights_is_the_failure_that_is_told(compiled):
     worker.put_buffers.remote([123], ["no array"])
     with pytest.raises(WorkerFailedError, match="not a valid JAX"):
         _ = step(weights(), batch)[1]._value
+
+
+def test_a_function_follows_one_whose_workers_have_ended(compiled):
+    import alpa
+
+    from hwaware.errors import UnusableInputError
+    from hwaware.patching import failures
+
+    make, mesh = compiled
+    first, batch = make(), numpy.ones((4, WIDTH), numpy.float32)
+    first(weights(), batch)
+    failures.shut_down_groups(mesh)
+    evaluate = alpa.parallelize(
+        lambda params, batch: network(params, batch, alpa.mark_pipeline_boundary),
+        method=alpa.FollowParallel(
+            first, get_input_placement_specs=first.get_last_executable().get_input_placement_specs
+        ),
+        donate_argnums=(),
+    )
+    with pytest.raises(UnusableInputError, match=r"To fix: call the followed function after alpa\.init"):
+        evaluate(weights(), batch)
 
 
 def test_a_shutdown_ends_the_workers_of_all_functions(compiled):

@@ -102,7 +102,7 @@ def test_a_host_that_joins_times_layers_on_new_kinds_alone(monkeypatch):
 
 def test_a_host_that_returns_loses_the_own_times_of_the_machine_before(monkeypatch):
     def measured(layers, sources, profile, exclude, limit_s):
-        times = [{"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)}]
+        times = [{"1,1": MeasuredTime(forward_s=0.3, backward_s=0.6)}]
         return with_device_times(layers, profile, {one.id: times for one in remaining(profile, exclude).devices})
 
     monkeypatch.setattr(joining.layer_times, "measured_within", measured)
@@ -112,7 +112,8 @@ def test_a_host_that_returns_loses_the_own_times_of_the_machine_before(monkeypat
         workload=workload(1, measured={**timed(0.1, 0.2), "b:0": slow, "c:0": slow}), sources=["x"]
     )
     (layer,) = joining._timed(recipe, profile, "b").layers
-    assert {name: times["1,1"].forward_s for name, times in layer.measured.items()} == {"cpu": 0.1, "c:0": 0.5}
+    found = {name: times["1,1"].forward_s for name, times in layer.measured.items()}
+    assert found == {"cpu": 0.1, "b:0": 0.3, "c:0": 0.5}  # those of the kind stay: a:0 has no others
 
 
 def test_a_host_with_other_versions_is_refused():

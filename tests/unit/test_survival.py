@@ -432,6 +432,14 @@ def test_a_vault_that_ends_on_the_only_idle_host_is_replaced_if_ray_answers_ther
         copies = Copies(calls, lost)
         assert copies.hosts() == {"a", "127.0.0.1"}
         copies.collect()
+        assert copies.hosts() == ({"a", "127.0.0.1"} if is_there else {"a"})
+        if is_there:  # a host with too little memory would end each of its vaults
+            copies.collect()
+            copies.collect()
+            assert copies.hosts() == {"a"}
+        copies.takes_back("127.0.0.1")
+        assert copies.hosts() == {"a", "127.0.0.1"}
+        copies.collect()
     assert copies.hosts() == ({"a", "127.0.0.1"} if is_there else {"a"})
 
 
