@@ -118,6 +118,8 @@ def exit_if_full(error: OSError) -> None:
     """End the program with one message if the error says that standard output is full."""
     if error.errno in _FULL and error.filename is None:
         click.echo(f"Error: The output cannot be written: {error.strerror}. To fix: free space on the disk.", err=True)
+        with contextlib.suppress(io.UnsupportedOperation):  # Python would write the rest at its end, and fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(HwawareError.exit_code)
 
 

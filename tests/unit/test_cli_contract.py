@@ -210,9 +210,10 @@ def test_how_a_command_ends(error, code, words):
     assert (outcome.exit_code, outcome.stderr, outcome.stdout) == (code, words, "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"], ["testbed", "up", "--help"]])
-def test_help_on_a_full_disk_is_one_message(arguments):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["plan", "--help"], ["show", CLUSTER]])
+def test_output_on_a_full_disk_is_one_message(arguments, unbuffered):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "hwaware", *arguments]
         shown = subprocess.run(
