@@ -352,7 +352,7 @@ def require_writable(path: PathLike) -> None:
     Folders that do not exist yet are fine: `write_bytes` makes them.
 
     Raises:
-        RecordError: The nearest existing parent is no folder, or is not writable.
+        RecordError: The path is empty. Or the nearest existing parent is no folder, or is not writable.
 
     Example:
         >>> require_writable("a_new_folder/plan.json")
@@ -360,6 +360,8 @@ def require_writable(path: PathLike) -> None:
         Traceback (most recent call last):
         hwaware.errors.RecordError: /dev/null/plan.json cannot be written: /dev/null is not a folder. To fix: choose ...
     """
+    if not os.fspath(path):
+        raise RecordError("The name of the output is empty.", "give the path of a file.")
     if _is_stream(Path(path)):
         return
     place = Path(os.path.realpath(path)).parent

@@ -265,7 +265,11 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
         for field in ("compute_s", "receive_s", "gradient_sync_s"):
             name = f"stage {index} {field[:-2].replace('_', ' ')}"
             figures.append((name, getattr(before, field), getattr(after, field)))
-    rows = [_predicted(name, x, y) for name, x, y in figures if x is not None and y is not None and (x > 0 or y > 0)]
+    rows = [
+        _predicted(name, x, y)
+        for place, (name, x, y) in enumerate(figures)
+        if x is not None and y is not None and (x > 0 or y > 0 or place == 0)  # the step's row comes first in any case
+    ]
     notes = [
         f"{name} differs: {' and '.join(str(getattr(plan, field) or 'that of the workload') for plan in (a, b))}."
         for name, field in (
@@ -303,7 +307,7 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
 
 
 def _predicted(name: str, a: float, b: float) -> Difference:
-    ratio = b / a if a > 0 else math.inf
+    ratio = b / a if a > 0 else 1.0 if a == b else math.inf
     verdict = "same" if abs(ratio - 1) < _SHOWN else "faster" if b < a else "slower"
     return Difference(name, a, b, Interval(ratio, ratio, ratio), 1, verdict)
 

@@ -14,7 +14,7 @@ import traceback
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.compat.packages import JAX_PACKAGES
-from hwaware.errors import AlpaError, HwawareError
+from hwaware.errors import AlpaError, HwawareError, UnusableInputError
 from hwaware.patching import failures, stage_option
 from hwaware.patching.refusals import Names
 
@@ -136,6 +136,11 @@ class _Followed:
         return self._found(self._function.get_last_executable())
 
     def _found(self, executable: Any) -> Any:
+        if executable is None:
+            raise UnusableInputError(
+                "The function that another one follows has no workers yet.",
+                "call the followed function, or its get_executable, before the one that follows.",
+            )
         group = executable.mesh_group
         failures.require_workers(group, "call the followed function after alpa.init(), and then the one that follows.")
         self._changed.append((group.parent, group.parent.launched_physical_mesh_group))

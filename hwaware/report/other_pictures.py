@@ -57,7 +57,7 @@ def draw_sensitivity(explanation: Explanation) -> Any:
     axis.barh(range(len(saved)), saved, color=["#54a24b" if value >= 0 else "#e45756" for value in saved])
     for place in canvas.name_rows(axis, [change.what for change in changes], most=80):
         saves_s = changes[place].saves_s
-        words = f"{unit.text(saves_s)} ({saves_s / explanation.step_s:.1%})"
+        words = f"{unit.text(saves_s)} ({saves_s / (explanation.step_s or 1.0):.1%})"  # nothing saves of a step of 0 s
         canvas.label(axis, saved[place], place, words, left=saves_s < 0)
     span = max((abs(value) for value in saved), default=0.0) or 1.0
     axis.set_xlim(-1.3 * span if min(saved) < 0 else 0, 1.3 * span)

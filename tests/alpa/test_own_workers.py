@@ -183,6 +183,12 @@ def test_a_function_follows_one_whose_workers_have_ended(compiled):
 
     make, mesh = compiled
     first, batch = make(), numpy.ones((4, WIDTH), numpy.float32)
+    early = alpa.parallelize(
+        lambda params, batch: network(params, batch, alpa.mark_pipeline_boundary),
+        method=alpa.FollowParallel(first, get_input_placement_specs=list), donate_argnums=(),
+    )  # fmt: skip
+    with pytest.raises(UnusableInputError, match=r"has no workers yet\. To fix: call the followed function"):
+        early(weights(), batch)
     first(weights(), batch)
     failures.shut_down_groups(mesh)
     evaluate = alpa.parallelize(

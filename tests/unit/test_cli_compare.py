@@ -13,7 +13,7 @@ from hwaware.bench.differences import compare
 from hwaware.cli import main
 from hwaware.cluster import Collective, LinkSample
 from hwaware.errors import UnusableInputError
-from hwaware.plans import Replica, Stage
+from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import NAME
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
@@ -371,3 +371,13 @@ def test_nothing_in_both(tmp_path):
     outcome = CliRunner().invoke(main, ["compare", str(DEMO / "cluster.json"), other])
     assert outcome.exit_code == 0
     assert "The two files have no placement, device or link in common" in outcome.stdout
+
+
+def test_plans_without_any_time(tmp_path):
+    plan = Plan.load(DEMO / "plan.json")
+    stages = [msgspec.structs.replace(one, compute_s=0.0, receive_s=0.0, gradient_sync_s=0.0) for one in plan.stages]
+    plan = msgspec.structs.replace(plan, stages=tuple(stages), predicted_step_s=0.0, bound_s=None, step_interval_s=None)
+    plan.save(tmp_path / "zero.json")
+    outcome = CliRunner().invoke(main, ["compare", str(tmp_path / "zero.json"), str(tmp_path / "zero.json"), "--json"])
+    (row,) = json.loads(outcome.stdout)["differences"]
+    assert (row["what"], row["verdict"]) == ("predicted step", "same")

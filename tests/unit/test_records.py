@@ -274,6 +274,8 @@ def test_links_are_followed_and_pipes_written_into(tmp_path):
     assert (link.is_symlink(), target.read_bytes()) == (True, b"1")
     os.mkfifo(pipe)
     require_writable(pipe)
+    with pytest.raises(RecordError, match="The name of the output is empty"):
+        require_writable("")
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     write_bytes(pipe, b"2")
     assert os.read(reader, 10) == b"2"
