@@ -154,32 +154,37 @@ class _Work:
         made = devices.records([subject for subject in alive if subject in self._chosen], self._dtypes, self._findings)
         names = {subject.member.host: subject.member.address for subject in alive}
         addresses = {**survey.crew.addresses, **names}
-        ids = {subject.id for subject in alive}
         known = {device.host for device in made}
         own = {device.id for device in made}
         if self._earlier is not None:
             known |= {host.name for host in self._earlier.hosts}
             own |= {device.id for device in self._earlier.devices}
-        ends = (set(names) & known) | (ids & own)
+        own &= {subject.id for subject in alive}
+        ends = (set(names) & known) | own
         timed = tuple(link for link in self._links.records() if {link.source, link.target} <= ends)
         facts = self._environment()
         fresh = PartialProfile(
             hosts=tuple(Host(name=name, address=address) for name, address in addresses.items() if name in known),
             devices=made,
             links=timed,
-            shared_cards=tuple(card for card in self._cards.records() if set(card.devices) <= ids),
-            collectives=tuple(one for one in self._collectives.records() if set(one.devices) <= ids),
+            shared_cards=tuple(card for card in self._cards.records() if set(card.devices) <= own),
+            collectives=tuple(one for one in self._collectives.records() if set(one.devices) <= own),
             environment=facts,
             flags=(*survey.flags, *all_flags(made, timed, loads_of(facts))),
         )
         if self._earlier is None:
             return fresh
         # Hosts keep their order. A host's devices follow their indices, even if an earlier run measured later devices.
+        # Where not all of a host's devices take part, they keep their order, too.
         places = {subject.id: place for place, subject in enumerate(self._subjects)}
         merged = merge(self._earlier, fresh)
         hosts = list(dict.fromkeys(device.host for device in merged.devices))
-        by_host = sorted(merged.devices, key=lambda one: (hosts.index(one.host), places.get(one.id, -1)))
-        return rebuilt(merged, devices=tuple(by_host))
+        parted = {device.host for device in merged.devices if device.id not in places}
+
+        def place(one: Device) -> Tuple[int, int]:
+            return hosts.index(one.host), 0 if one.host in parted else places[one.id]
+
+        return rebuilt(merged, devices=tuple(sorted(merged.devices, key=place)))
 
     def _environment(self) -> Dict[str, Any]:
         nothing: Mapping[str, Any] = {}

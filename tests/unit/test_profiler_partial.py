@@ -20,7 +20,7 @@ from hwaware.errors import ProfileMismatchError, UnusableInputError
 from hwaware.profiler import InterruptedMeasurement, TerminatedMeasurement, load_any, measure
 from hwaware.profiler.fingerprint import differences, fingerprint, require_same
 from hwaware.profiler.partial import merge
-from hwaware.profiler.policy import QUICK
+from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.selection import Selection
 from hwaware.report.flags import flag_lines, remeasure
@@ -119,6 +119,26 @@ def test_hosts_keep_their_order_where_only_some_take_part(fakes, run):
     second = measure(crew, QUICK, ["float32"], Silent(), Selection.of(["h0+h2"], earlier), earlier)
     assert [device.id for device in second.devices] == [device.id for device in first.devices]
     assert [host.name for host in second.hosts] == [host.name for host in first.hosts]
+
+
+def test_devices_keep_their_order_where_only_some_of_a_host_take_part(fakes):
+    """Their order gives them their indices."""
+    whole = [fakes.spec(host, 1e10) for host in "aaab"]
+    first = measure(fakes.crew(whole), QUICK, ["float32"], Silent(), Selection.of([], None), None)
+    earlier = PartialProfile.of(first)
+    crew = fakes.crew([*whole[2:], fakes.spec("c", 1e10)])
+    second = measure(crew, QUICK, ["float32"], Silent(), Selection.of(["c"], earlier), earlier)
+    assert [device.id for device in second.devices] == ["a:0", "a:1", "a:2", "b:0", "c:0"]
+
+
+def test_a_device_without_a_curve_is_left_out_of_cards_and_collectives(fakes):
+    for slow in (0, 1):
+        specs = [fakes.spec(host, 1.0 if place == slow else 1e10) for place, host in enumerate("aabb")]
+        found = measure(fakes.crew(specs), FULL, ["float32"], Silent(), Selection.of([], None), None)
+        known = {device.id for device in found.devices}
+        assert known == {"a:0", "a:1", "b:0", "b:1"} - {f"a:{slow}"}
+        assert {name for one in (*found.shared_cards, *found.collectives) for name in one.devices} <= known
+        assert found.collectives
 
 
 def test_links_alone_are_no_profile(run):
