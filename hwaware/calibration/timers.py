@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import logging
 import math
 import operator
 import statistics
@@ -17,10 +18,12 @@ from hwaware.calibration.timing import RESTING, Ask, Each, ProgramTimer, once_s,
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.device_places import device_places
 from hwaware.errors import MeasurementError
+from hwaware.formatting import counted
 from hwaware.reference_kernel import LAYERS, Reading, Reference
 from hwaware.runtime.mesh import Place
 from hwaware.workload import Workload
 
+LOG = logging.getLogger("hwaware")
 _LIMIT_S = 600.0
 # A timer that should have answered by the end of the calibration gets so much longer.
 _GRACE_S = 2.0
@@ -160,7 +163,11 @@ def _ask(
     *arguments: Any,
     resting: Optional[int] = None,
 ) -> List[Any]:
-    """Call a method of every timer that does not rest, and return the answers; forget timers that are late."""
+    """Call a method of every timer that does not rest, and return the answers. Forget timers that are late or fail.
+
+    Raises:
+        MeasurementError: All timers have failed, or one without `end_s`.
+    """
     import ray
 
     common = [one if isinstance(one, Each) else ray.put(one) for one in arguments]  # not once for each
@@ -182,20 +189,31 @@ def _ask(
             late = ray.wait(late, num_returns=len(late), timeout=_GRACE_S)[1] if late else []  # others soon after it
         for name in [name for name, answer in answers.items() if answer in late]:
             del answers[name], hosts[name]
+    failures: List[MeasurementError] = []
     for name, answer in answers.items():
         try:
             results[name] = ray.get(answer, timeout=max(_GRACE_S, begin_s + limit_s - time.monotonic()))
         except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
-            is_own = isinstance(error, ray.exceptions.RayTaskError)
-            reason = ray_cluster.last_line(error) if is_own else ray_cluster.died(error)
-            reason, _, fix = reason.partition(" To fix: ")
-            raise MeasurementError(
-                f"The layers were not timed on device {name!r} within {limit_s:g} s: {reason.rstrip('.')}.",
-                f"{fix}."
-                if fix
-                else "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
-            ) from error
+            failures.append(_failure(name, limit_s, error))
+            if end_s == math.inf or len(hosts) == 1:
+                raise failures[-1] from error
+            del hosts[name]  # such as a device with too little memory: the others go on
+    if failures:
+        what = "%s Layer times of %s are estimated. To fix: %s"
+        LOG.warning(what, failures[0].what, counted(len(failures), "device"), failures[0].fix)
     return list(results.values())
+
+
+def _failure(name: str, limit_s: float, error: Exception) -> MeasurementError:
+    """Return the error about a timer whose call ended with this error of Ray's."""
+    import ray
+
+    is_own = isinstance(error, ray.exceptions.RayTaskError)
+    reason, _, fix = (ray_cluster.last_line(error) if is_own else ray_cluster.died(error)).partition(" To fix: ")
+    return MeasurementError(
+        f"The layers were not timed on device {name!r} within {limit_s:g} s: {reason.rstrip('.')}.",
+        f"{fix}." if fix else "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
+    )
 
 
 def _working(hosts: Mapping[str, str], resting: Optional[int]) -> List[str]:

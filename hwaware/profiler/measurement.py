@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from hwaware.cluster import ClusterProfile, Host, PartialProfile, measured_kind
+from hwaware.cluster import ClusterProfile, Device, Host, PartialProfile, measured_kind
 from hwaware.errors import MeasurementError, ProfileMismatchError, RecordError
 from hwaware.profiler import cards, collectives, devices, links
 from hwaware.profiler.crew import Crew

@@ -218,6 +218,9 @@ class Joining:
                 node = self._new_host() if self.ready is None and moving.running() is self._run else None
             except ray.exceptions.RaySystemError:  # the program leaves Ray
                 return
+            except Exception as error:  # noqa: BLE001, such as a head that is busy for a moment
+                LOG.info("hwaware could not look for hosts that have joined, and looks again: %s", error)
+                continue
             if node is not None:
                 self.ready = self._measured(node)
 

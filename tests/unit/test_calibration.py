@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -288,6 +289,30 @@ def test_devices_that_answer_late_one_after_the_other_share_one_limit(monkeypatc
     with pytest.raises(MeasurementError, match="not timed on device 'h1:0' within 600 s"):
         timers._ask(started, dict(zip(started, started)), math.inf, "start")
     assert clock[0] == 1600.0
+
+
+def test_a_timer_that_fails_within_a_limit_leaves_the_others_their_times(monkeypatch, caplog):
+    """Such as that of a device with too little memory for a layer."""
+
+    def get(answer, timeout):
+        if answer == "out of memory":
+            raise KeyError(answer)
+        return answer
+
+    errors = SimpleNamespace(RayError=KeyError, RayTaskError=KeyError)
+    ray = SimpleNamespace(wait=lambda answers, **_: (answers, []), get=get, exceptions=errors)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    answers = {"h0:0": 1.0, "h1:0": "out of memory", "h2:0": 3.0}
+    started = {name: SimpleNamespace(turns=SimpleNamespace(remote=lambda s=s: s)) for name, s in answers.items()}
+    hosts = dict(zip(started, started))
+    end_s = time.monotonic() + 60.0
+    assert [timers._ask(started, hosts, end_s, "turns") for _ in range(2)] == [[1.0, None, 3.0]] * 2
+    (line,) = caplog.messages
+    assert "not timed on device 'h1:0'" in line
+    assert "out of memory" in line
+    assert "Layer times of 1 device are estimated. To fix: look at" in line
+    with pytest.raises(MeasurementError, match="not timed on device 'h1:0'"):
+        timers._ask(started, {"h1:0": "h1"}, end_s, "turns")
 
 
 @pytest.mark.parametrize(("first_s", "waits_s"), [(1.0, 11.0), (15.0, 17.0)])

@@ -1,5 +1,6 @@
 """Which hosts are new to a running program, and by which names it knows them, without Ray."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -51,6 +52,32 @@ def test_a_host_is_new_once(cluster):
     assert cluster.look() is None
     cluster.silent = set()
     assert [cluster.look(), cluster.look()] == ["4", None]
+
+
+def test_the_program_looks_again_after_an_error(monkeypatch):
+    """Such as one of Ray's head, which is busy for a moment."""
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(
+        is_initialized=lambda: True, exceptions=SimpleNamespace(RaySystemError=KeyError)
+    ))  # fmt: skip
+    run = SimpleNamespace(is_closed=False)
+    monkeypatch.setattr(joining.moving, "running", lambda: run)
+    monkeypatch.setattr(joining, "_LOOK_S", 0.0)
+    join, looks = joining.Joining(run, None), []
+
+    def look():
+        looks.append(True)
+        if len(looks) == 1:
+            raise OSError("no answer")
+        return node("4", "c")
+
+    def measured(new):
+        run.is_closed = True
+        return new
+
+    monkeypatch.setattr(join, "_new_host", look)
+    monkeypatch.setattr(join, "_measured", measured)
+    join._look_on()
+    assert join.ready.id == "4"
 
 
 def test_a_lost_host_is_new_again(cluster):
