@@ -22,6 +22,8 @@ _ROWS = {"activation": (0.28, 0.14), "gradient": (0.44, 0.14)}
 _COMPUTE_ROW = (-0.08, 0.5)
 # Bars of at least this part of the step show their microbatch's number.
 _WIDE_ENOUGH = 0.012
+# Bars of at least this part of the step have white edges, some pixels apart. The edges of shorter bars would hide them.
+_EDGED = 0.004
 
 
 def draw_timeline(timeline: Timeline) -> Any:
@@ -69,7 +71,7 @@ def _about(timeline: Timeline) -> str:
 def _draw_rows(axis: Any, timeline: Timeline, unit: Unit) -> None:
     stages = len(timeline.devices)
     for kind, events in _by_kind(timeline).items():
-        _draw_kind(axis, kind, events, unit)
+        _draw_kind(axis, kind, events, unit, timeline.step_s)
     _number(axis, timeline, unit)
     busy = [_busy_s(timeline, stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
     labels = [f"stage {k}\n{_devices(timeline.devices[k])}\nbusy {busy[k]:.0%}" for k in range(stages)]
@@ -101,7 +103,7 @@ def _by_kind(timeline: Timeline) -> Dict[str, List[Event]]:
     return {kind: kinds[kind] for kind in _COLOURS if kind in kinds}
 
 
-def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit) -> None:
+def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit, step_s: float) -> None:
     """Draw all bars of a kind as one collection a stage, which stays fast for thousands of bars."""
     middle, height = _ROWS.get(kind, _COMPUTE_ROW)
     label = _NAMES.get(kind, kind)
@@ -112,7 +114,8 @@ def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit) -> None:
             if event.stage == stage
         ]
         place = (stage + middle - height / 2, height)
-        axis.broken_barh(spans, place, facecolors=_COLOURS[kind], edgecolor="white", linewidth=0.4, label=label)
+        edges = [0.4 if width * unit.size >= _EDGED * step_s else 0.0 for _, width in spans]
+        axis.broken_barh(spans, place, facecolors=_COLOURS[kind], edgecolor="white", linewidths=edges, label=label)
         label = "_"  # a label that matplotlib leaves out of the legend
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
+import numpy as np
 import pytest
 from builders import chain, cluster, with_devices
 from click.testing import CliRunner
@@ -19,7 +20,9 @@ from hwaware.adapting import LoadTrace
 from hwaware.cli import main
 from hwaware.errors import PlanError, RecordError, UnusableInputError
 from hwaware.formatting import BYTES_PER_S, text
-from hwaware.report import canvas
+from hwaware.placement.sensitivity import Change, Explanation
+from hwaware.report import canvas, timeline_picture
+from hwaware.report.other_pictures import draw_sensitivity
 from hwaware.report.page import save_page
 from hwaware.report.plan_picture import draw_plan
 from hwaware.report.plots import Context, drawings, plot
@@ -122,6 +125,24 @@ def test_layers_without_bytes_or_work_are_drawn_from_zero(flops):
     assert [stage.memory_bytes for stage in plan.stages] == [0.0] * len(plan.stages)
     drawn = [draw_plan(plan), draw_timeline(hwaware.simulate(plan, workload, profile))]
     assert all(axis.get_xlim()[0] >= -0.5 for figure in drawn for axis in figure.axes)  # layers are half a unit wide
+
+
+def test_the_edges_of_many_short_bars_do_not_hide_them():
+    plan = hwaware.plan(WORKLOAD, PROFILE, num_microbatches=512)
+    figure = draw_timeline(hwaware.simulate(plan, WORKLOAD, PROFILE))
+    canvas.pyplot().switch_backend("agg")
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[..., :3].astype(int)
+    colour = np.array([int(timeline_picture._COLOURS["forward"][place : place + 2], 16) for place in (1, 3, 5)])
+    bars = pixels[:, : int(0.8 * pixels.shape[1])]  # without the legend
+    assert (np.abs(bars - colour).max(axis=2) < 40).sum() > 3000
+
+
+@pytest.mark.filterwarnings("error")
+def test_changes_of_a_step_that_takes_no_time_are_drawn():
+    change = Change(what="stage 0", step_s=0.0, saves_s=0.0)
+    figure = draw_sensitivity(Explanation(step_s=0.0, binds="stage 0", stages=(change,), links=(), full=()))
+    assert any("(0.0%)" in one.get_text() for one in figure.axes[0].texts)
 
 
 def test_a_picture_that_needs_more_says_what():
