@@ -82,8 +82,8 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
 def _note_workers(group: Any, arguments: Dict[str, Any]) -> None:
     """Remember the function of new workers, and warn if it has other workers already by the same method."""
     functions, function = vars(group.parent).setdefault(_FUNCTIONS, []), arguments["fun"]
-    made = function.f, *(arguments[name] for name in _OF_METHOD)
-    if any(len(one) == len(made) and all(map(_is_like, one, made)) for one in functions):
+    method = [arguments[name] for name in _OF_METHOD]
+    if any(one is function.f and how == method for one, how in functions):
         LOG.warning(
             "Alpa has compiled %s again, for arguments of other shapes or types, or with another value of a static "
             "argument. Its second set of workers has the same devices, and gets arrays through the driver. To fix: "
@@ -91,11 +91,7 @@ def _note_workers(group: Any, arguments: Dict[str, Any]) -> None:
             "numbers are static: pass a number that changes as numpy.float32(number).",
             function.__name__,
         )
-    functions.append(made)
-
-
-def _is_like(one: Any, other: Any) -> bool:
-    return one is other or (isinstance(one, (str, int, tuple, list)) and one == other)
+    functions.append((function.f, method))
 
 
 def on_workers_of(name: str) -> Callable[[Any], Callable[..., Any]]:

@@ -190,8 +190,7 @@ class Run:
         noticed_s = time.monotonic()
         survivors, lost = self.recovery.watch.sorted_out()
         if not lost:
-            self.close()
-            self.ended = error.failure
+            self.end(error.failure)
             self.recovery.watch.give_up(error.failure)
             raise error.failure
         what = messages.lost(lost, error.failure)
