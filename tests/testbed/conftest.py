@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from pathlib import Path
@@ -92,12 +93,11 @@ def directed():
 
 
 @pytest.fixture
-def taken_down():
-    """Names to take down after the test, whatever happens in it."""
-    names = []
-    yield names
-    for name in names:
-        testbed.down(name)
+def own_name():
+    """Give a testbed's name that no other run on this machine has; take the testbed down, whatever happens."""
+    name = f"test-{secrets.token_hex(3)}"
+    yield name
+    testbed.down(name)
 
 
 @pytest.fixture(scope="session")

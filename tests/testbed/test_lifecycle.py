@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def load(name):
 @pytest.fixture(scope="module")
 def beside(small, traces_of):
     """Start a testbed for the tests of this file; at the end, take it down without its keeper."""
-    bed = testbed.up(small, name="test-beside")
+    bed = testbed.up(small, name=f"test-beside-{secrets.token_hex(3)}")
     try:
         yield bed
         traces = traces_of(bed.name)
@@ -53,30 +54,29 @@ def beside(small, traces_of):
     assert traces.found() == {}
 
 
-def test_up_and_down_on_the_command_line_leave_nothing(small, beside, traces_of, run_driver, taken_down):
+def test_up_and_down_on_the_command_line_leave_nothing(small, beside, traces_of, run_driver, own_name):
     """Beside another testbed, with two devices on a host."""
-    taken_down.append("test-small")
-    up = hwaware("up", small, "--name", "test-small", "--json")
+    up = hwaware("up", small, "--name", own_name, "--json")
     output, errors = up.communicate(timeout=UP_LIMIT_S + 60.0)
     assert up.returncode == 0, errors
     document = json.loads(output)
     assert document["shaped"] == {"links": True, "cpu": True}
     assert [len(host["devices"]) for host in document["hosts"]] == [1, 2]
     bed = testbed.find(document["address"])
-    assert bed.name == "test-small"
+    assert bed.name == own_name
     assert not set(bed.hosts.values()) & set(beside.hosts.values())
     (task,) = run_driver(bed, ["r"])["tasks"]
     assert "/r/start\n" in task["group"]
     assert "/r/setup\n" in task["setup"]
     assert "/r/device-0\n" in task["joined"]
     assert task["share"] < 0.4 * 1.1  # both devices' shares, until it says which it serves
-    traces = traces_of("test-small")
+    traces = traces_of(own_name)
     assert set(traces.found()) == {"links", "processes", "groups", "files"}
-    down = hwaware("down", "test-small", "--json")
-    assert json.loads(down.communicate(timeout=60)[0]) == {"down": ["test-small"]}
+    down = hwaware("down", own_name, "--json")
+    assert json.loads(down.communicate(timeout=60)[0]) == {"down": [own_name]}
     assert traces.found() == {}
     assert beside.describe()["status"] == "running"
-    assert not testbed.down("test-small")
+    assert not testbed.down(own_name)
 
 
 FLOWS = """
@@ -128,45 +128,42 @@ def test_traffic_inside_a_host_is_shaped(beside):
 
 
 @pytest.mark.parametrize("stage", ["reserved", "hosts made", "head started"])
-def test_killed_half_way(small, stage, traces_of, taken_down):
+def test_killed_half_way(small, stage, traces_of, own_name):
     reached = {
-        "reserved": lambda: load("test-killed") is not None,
-        "hosts made": lambda: load("test-killed") is not None and load("test-killed").holders,
+        "reserved": lambda: load(own_name) is not None,
+        "hosts made": lambda: load(own_name) is not None and load(own_name).holders,
         "head started": lambda: (
-            load("test-killed") is not None and os.path.exists(f"{load('test-killed').temp_dir}/start-head.log")
+            load(own_name) is not None and os.path.exists(f"{load(own_name).temp_dir}/start-head.log")
         ),
     }[stage]
-    taken_down.append("test-killed")
-    up = hwaware("up", small, "--name", "test-killed")
+    up = hwaware("up", small, "--name", own_name)
     wait_until(reached, stage)
     up.kill()
     up.communicate()
-    traces = traces_of("test-killed")
-    assert testbed.down("test-killed")
+    traces = traces_of(own_name)
+    assert testbed.down(own_name)
     # A keeper that was being forked just then is not recognised as one yet; nobody says "go" to it, and it ends.
     wait_until(lambda: not traces.found(), "nothing to be left")
 
 
-def test_a_keeper_that_ends_early_is_noticed_at_once(small, traces_of, taken_down):
+def test_a_keeper_that_ends_early_is_noticed_at_once(small, traces_of, own_name):
     """Its children live on; `up` does not wait for these."""
-    taken_down.append("test-orphaned")
-    up = hwaware("up", small, "--name", "test-orphaned")
-    wait_until(lambda: load("test-orphaned") is not None and load("test-orphaned").holders, "the hosts")
-    traces = traces_of("test-orphaned")
+    up = hwaware("up", small, "--name", own_name)
+    wait_until(lambda: load(own_name) is not None and load(own_name).holders, "the hosts")
+    traces = traces_of(own_name)
     os.kill(traces.state.keeper_pid, signal.SIGKILL)
     _, errors = up.communicate(timeout=60)
     assert up.returncode == 1
-    assert "The keeper of testbed test-orphaned ended early." in errors
+    assert f"The keeper of testbed {own_name} ended early." in errors
     assert traces.found() == {}
 
 
-def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
-    taken_down.append("test-interrupted")
-    up = hwaware("up", small, "--name", "test-interrupted")
-    wait_until(lambda: load("test-interrupted") is not None and load("test-interrupted").holders, "the hosts")
-    traces = traces_of("test-interrupted")
+def test_interrupted_up_cleans_after_itself(small, traces_of, own_name):
+    up = hwaware("up", small, "--name", own_name)
+    wait_until(lambda: load(own_name) is not None and load(own_name).holders, "the hosts")
+    traces = traces_of(own_name)
     with pytest.raises(TestbedError, match="being started by process"):
-        testbed.down("test-interrupted")
+        testbed.down(own_name)
     up.send_signal(signal.SIGINT)
     _, errors = up.communicate(timeout=60)
     assert (up.returncode, errors.splitlines()[-1]) == (130, "Interrupted.")
@@ -174,11 +171,10 @@ def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
 
 
 @pytest.mark.parametrize(("kind", "links"), chosen([("user", True), ("loopback", False)], 0))
-def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver, taken_down, tmp_path):
+def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver, own_name, tmp_path):
     if kind == "user" and not can_make_user_namespaces():
         pytest.skip("this system allows no user namespaces")
-    taken_down.append("test-kind")
-    up = hwaware("up", small, "--name", "test-kind", "--kind", kind, "--json")
+    up = hwaware("up", small, "--name", own_name, "--kind", kind, "--json")
     output, errors = up.communicate(timeout=UP_LIMIT_S + 60.0)
     assert up.returncode == 0, errors
     assert len([line for line in errors.splitlines() if line.startswith("Not shaped: CPU shares")]) == 1
@@ -195,20 +191,19 @@ def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver,
     program = [sys.executable, "-c", f"{program}; ray.init(sys.argv[1])", document["address"]]
     environment = {**os.environ, **document["driver_environment"]}
     subprocess.run([*document["enter_command"][:-1], *program], env=environment, timeout=60, check=True)
-    tasks = run_driver(testbed.find_by_name("test-kind"), ["head", "r"])["tasks"]
+    tasks = run_driver(testbed.find_by_name(own_name), ["head", "r"])["tasks"]
     if links:
         assert [task["host"] for task in tasks] == ["head", "r"]
-    traces = traces_of("test-kind")
-    assert testbed.down("test-kind")
+    traces = traces_of(own_name)
+    assert testbed.down(own_name)
     assert traces.found() == {}
 
 
-def test_the_network_of_a_testbed_that_is_gone_may_be_somebody_elses_now(small, taken_down):
+def test_the_network_of_a_testbed_that_is_gone_may_be_somebody_elses_now(small, own_name):
     """The kernel numbers namespaces anew: a testbed that was killed altogether does not take others down with it."""
-    taken_down.append("test-reused")
-    up = hwaware("up", small, "--name", "test-reused")
+    up = hwaware("up", small, "--name", own_name)
     assert up.communicate(timeout=UP_LIMIT_S + 60.0) is not None
-    state = load("test-reused")
+    state = load(own_name)
     processes.end_all(
         lambda: processes.with_descendants(processes.marked(state.mark()) | processes.in_networks(state.networks)),
         30.0,
@@ -219,7 +214,7 @@ def test_the_network_of_a_testbed_that_is_gone_may_be_somebody_elses_now(small, 
             wait_until(lambda: processes.networks_of([other.pid]) != processes.networks_of([os.getpid()]), "unshare")
             reused = msgspec.structs.replace(state, networks=tuple(processes.networks_of([other.pid])))
             reused.save(state_path(state.name))
-            assert testbed.down("test-reused")
+            assert testbed.down(own_name)
             assert other.poll() is None
         finally:
             other.kill()
@@ -232,23 +227,22 @@ def can_make_user_namespaces():
         return False
 
 
-def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tmp_path):
+def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tmp_path, own_name):
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('no Ray today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(TestbedError, match=r"(?s)node of ray-head did not start.*no Ray today.*To fix"):
-        testbed.up(small, name="test-broken")
-    assert testbed.find_by_name("test-broken") is None
+        testbed.up(small, name=own_name)
+    assert testbed.find_by_name(own_name) is None
 
 
-def test_agents_that_start_slowly_do_not_end_their_nodes(small, monkeypatch, tmp_path, taken_down):
+def test_agents_that_start_slowly_do_not_end_their_nodes(small, monkeypatch, tmp_path, own_name):
     """A raylet of Ray 2.60 ends 15 s after its start unless it knows the port of its agent."""
     (tmp_path / "sitecustomize.py").write_text(
         'import time\nif "dashboard/agent.py" in open("/proc/self/cmdline").read():\n    time.sleep(600.0)\n'
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
-    taken_down.append("test-slow")
-    bed = testbed.up(small, name="test-slow")
+    bed = testbed.up(small, name=own_name)
     assert [host["runs_ray"] for host in bed.describe()["hosts"]] == [True, True]
 
 
