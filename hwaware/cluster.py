@@ -29,6 +29,7 @@ from hwaware.records import (
     require_finite,
     require_known_facts,
     require_name,
+    require_printable,
     require_shallow,
     require_unique,
 )
@@ -55,6 +56,7 @@ class Host(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require_name("host name", self.name)
+        require_printable(f"address of host {self.name!r}", self.address)
 
 
 class MatrixProduct(Record, frozen=True, kw_only=True, omit_defaults=True):

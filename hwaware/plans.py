@@ -15,6 +15,7 @@ from hwaware.records import (
     require_count,
     require_finite,
     require_name,
+    require_printable,
     require_unique,
 )
 
@@ -153,6 +154,7 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         if self.microbatch_size is not None:
             require_count("microbatch_size", self.microbatch_size)
         require_name("solver", self.solver)
+        require_printable("reason", self.reason)
         for name in ("objective_s", "bound_s", "search_s", "predicted_step_s"):
             _require_predicted(name, getattr(self, name))
         if self.step_interval_s is not None:

@@ -170,8 +170,13 @@ def require_name(what: str, name: str) -> None:
     """Refuse an empty name, and one that no table or message could show."""
     require(bool(name), f"{what} is empty")
     require(len(name) <= _MOST_OF_NAME, f"{what} has {len(name)} characters, expected at most {_MOST_OF_NAME}")
-    if not name.isprintable():  # so that most names are checked fast
-        require(_CONTROL.search(name) is None, f"{what} is {name!r}, expected no control characters")
+    require_printable(what, name)
+
+
+def require_printable(what: str, words: Optional[str]) -> None:
+    """Refuse control characters, which would act on the reader's terminal."""
+    if words and not words.isprintable():  # so that most names are checked fast
+        require(_CONTROL.search(words) is None, f"{what} is {words!r}, expected no control characters")
 
 
 def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:

@@ -17,6 +17,7 @@ from hwaware.records import (
     require_amount,
     require_count,
     require_name,
+    require_printable,
     require_unique,
 )
 
@@ -206,6 +207,7 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         require_count("microbatch_size", self.microbatch_size)
         require_name("dtype", self.dtype)
+        require_printable("name", self.name)
         require(bool(self.layers), "the workload has no layers")
         require_count("the number of layers", len(self.layers), most=MOST_LAYERS)
         self._check_shared()

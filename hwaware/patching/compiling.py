@@ -42,6 +42,8 @@ _CALLED = ("standard", *JAX_PACKAGES, "numpy", "scipy", "numba", "pulp", "ray", 
 _OWN = ("alpa", "hwaware")
 # Attribute of Alpa's virtual meshes: the functions that have workers of their own there.
 _FUNCTIONS = "hwaware_functions"
+# The function by which FollowParallel finds placement specs if the program gives none.
+_ALPAS_SPECS = "FollowParallel.__init__.<locals>.default_get"
 LOG = logging.getLogger("hwaware")
 # Arguments of Alpa's compilation that belong to the method, and not to the call.
 _OF_METHOD = ("stage_option", "num_microbatch", "pipeline_schedule")
@@ -118,6 +120,37 @@ def on_workers_of(name: str) -> Callable[[Any], Callable[..., Any]]:
     return make
 
 
+def follow_parallel(original: Any) -> Callable[..., Any]:
+    """Wrap Alpa's FollowParallel: say why its own choice of placement specs cannot work, if a program gives none."""
+
+    @functools.wraps(original)
+    def replacement(self: Any, *args: Any) -> Any:
+        executable = _compiled(self.src_func.get_last_executable())
+        if self.get_input_placement_specs.__qualname__ == _ALPAS_SPECS:
+            found = executable.get_input_placement_specs()
+            if len(found) != 2 or not hasattr(found[0], "params"):
+                kinds = ", ".join(type(one).__name__ for one in found)
+                raise UnusableInputError(
+                    f"The function that FollowParallel follows has the arguments ({kinds}), expected a state with "
+                    "`params`, and a batch.",
+                    "give FollowParallel a get_input_placement_specs that returns the specs of the new function's "
+                    "arguments. `step.get_last_executable().get_input_placement_specs()` has those of `step`.",
+                )
+        return original(self, *args)
+
+    return replacement
+
+
+def _compiled(executable: Any) -> Any:
+    """Return the executable of a followed function; refuse None."""
+    if executable is None:
+        raise UnusableInputError(
+            "The function that another one follows has no workers yet.",
+            "call the followed function, or its get_executable, before the one that follows.",
+        )
+    return executable
+
+
 class _Followed:
     """Stand for a followed function. Once Alpa has its executable, Alpa takes its workers for the newest ones."""
 
@@ -132,12 +165,7 @@ class _Followed:
         return self._found(self._function.get_last_executable())
 
     def _found(self, executable: Any) -> Any:
-        if executable is None:
-            raise UnusableInputError(
-                "The function that another one follows has no workers yet.",
-                "call the followed function, or its get_executable, before the one that follows.",
-            )
-        group = executable.mesh_group
+        group = _compiled(executable).mesh_group
         failures.require_workers(group, "call the followed function after alpa.init(), and then the one that follows.")
         self._changed.append((group.parent, group.parent.launched_physical_mesh_group))
         group.parent.launched_physical_mesh_group = group

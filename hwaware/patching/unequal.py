@@ -119,10 +119,10 @@ def grow(virtual_mesh: Any, info: Any, devices: int) -> None:
 
 
 def _become(virtual_mesh: Any, made: Any) -> None:
-    """Turn an Alpa mesh into another one in place, and keep the workers that it has."""
+    """Turn an Alpa mesh into another one in place, and keep the workers and notes that it has."""
     group = virtual_mesh.launched_physical_mesh_group
     virtual_mesh.__class__ = made.__class__
-    virtual_mesh.__dict__ = {**vars(made), "launched_physical_mesh_group": group}
+    vars(virtual_mesh).update(vars(made), launched_physical_mesh_group=group)
 
 
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:

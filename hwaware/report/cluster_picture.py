@@ -13,6 +13,8 @@ from hwaware.report import canvas
 MOST_NUMBERED = 16
 # With more devices, a matrix names only every second one, third one, and so on.
 MOST_LABELLED = 40
+# With more devices, matrices have only every second one, third one, and so on: their memory grows with the square.
+MOST_DRAWN = 500
 # More characters in all names together do not fit below a matrix of this many columns, which is wide in proportion.
 MOST_CHARACTERS_BELOW = 40
 # Longer names lose their middles: four columns have no more room beside them.
@@ -30,8 +32,9 @@ def draw_cluster(profile: ClusterProfile) -> Any:
     _draw_devices(axes[0][0], profile)
     if count > 1:
         names, rates, delays = _matrices(profile)
-        _draw_matrix(axes[0][1], names, rates, BYTES_PER_S, "Link bandwidth", "viridis")
-        _draw_matrix(axes[0][2], names, delays, SECONDS, "Link latency", "viridis_r")
+        some = "" if len(names) == count else f" of {len(names)} devices"
+        _draw_matrix(axes[0][1], names, rates, BYTES_PER_S, f"Link bandwidth{some}", "viridis")
+        _draw_matrix(axes[0][2], names, delays, SECONDS, f"Link latency{some}", "viridis_r")
     return figure
 
 
@@ -59,7 +62,8 @@ Matrix = List[List[Optional[float]]]
 
 
 def _matrices(profile: ClusterProfile) -> Tuple[List[str], Matrix, Matrix]:
-    names, table = [device.id for device in profile.devices], LinkTable(profile)
+    every, table = -(-len(profile.devices) // MOST_DRAWN), LinkTable(profile)
+    names = [device.id for device in profile.devices[::every]]
     links: Dict[Tuple[str, str], Any] = {(s, t): table.between(s, t) for s in names for t in names if s != t}
     rates: Matrix = [[_of(links.get((s, t)), "bandwidth_bytes_per_s") for t in names] for s in names]
     delays: Matrix = [[_of(links.get((s, t)), "latency_s") for t in names] for s in names]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hwaware._version import __version__
+from hwaware.errors import UnusableInputError
 from hwaware.records import FileRecord, PathLike, write_bytes
 from hwaware.report import canvas
 from hwaware.report.flags import flag_lines, flags_heading
@@ -51,6 +52,7 @@ def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[C
         context: Profile and workload that a plan's timeline and sensitivity need; the page shows them too.
     """
     context = context or Context()
+    canvas.pyplot()  # without matplotlib, no part of the page is written
     records = [record, *(other for other in context if isinstance(other, FileRecord))]
     sections = [_section(each, context) for each in records]
     sections.append(_doubts(record, name))
@@ -75,7 +77,10 @@ def _section(record: FileRecord, context: Context) -> str:
     if isinstance(shown, Text):  # a plan without stages says why
         parts.append(f"<pre>{html.escape(shown.plain)}</pre>\n")
     for name, draw in drawings(record, context).items():
-        picture = canvas.svg_text(draw(), name)
+        try:
+            picture = canvas.svg_text(draw(), name)
+        except UnusableInputError as error:  # such as a step of too many events: the page says why in its place
+            picture = f"<pre>{html.escape(str(error))}</pre>"
         parts.append(f'<h2>{_TITLES[name]}</h2>\n<figure id="{name}">{picture}</figure>\n')
     return f"<section>\n{''.join(parts)}</section>\n"
 

@@ -88,7 +88,8 @@ def _draw_times(axis: Any, plan: Plan, cost: Optional[Cost]) -> None:
     left = [0.0] * len(total)
     colours = {"forward": "#4c78a8", "backward": "#9ecae9", "forward + backward": "#4c78a8", "receive": "#f58518"}
     for name, values in parts.items():
-        lengths = [value / unit.size for value in values]
+        # A stage's devices can save more time than it waits for links.
+        lengths = [max(0.0, value) / unit.size for value in values]
         axis.barh(range(len(lengths)), lengths, left=left, color=colours[name], height=0.6, label=name)
         left = [start + length for start, length in zip(left, lengths)]
     for index, value in enumerate(total):

@@ -189,7 +189,12 @@ def test_a_function_follows_one_whose_workers_have_ended(compiled):
     )  # fmt: skip
     with pytest.raises(UnusableInputError, match=r"has no workers yet\. To fix: call the followed function"):
         early(weights(), batch)
+    by_default = alpa.parallelize(early.fun, method=alpa.FollowParallel(first), donate_argnums=())
+    with pytest.raises(UnusableInputError, match=r"has no workers yet\. To fix: call the followed function"):
+        by_default(weights(), batch)
     first(weights(), batch)
+    with pytest.raises(UnusableInputError, match=r"arguments \(dict, .*expected a state with `params`.*To fix: give"):
+        by_default(weights(), batch)
     failures.shut_down_groups(mesh)
     evaluate = alpa.parallelize(
         lambda params, batch: network(params, batch, alpa.mark_pipeline_boundary),

@@ -137,7 +137,7 @@ def test_a_mesh_that_loses_a_host_and_gets_it_back(mesh_of):
     from hwaware.patching import meshes, unequal
 
     profile, mesh = cluster_profile(a=2, b=1, c=2), mesh_of([("a", 2), ("b", 1), ("c", 2)])
-    before = set(mesh.device_strs)
+    before, mesh.hwaware_functions = set(mesh.device_strs), ["step"]
     unequal.shrink(mesh, {(ADDRESSES["b"], 0), (ADDRESSES["c"], 0)})
     unequal.grow(mesh, {"NodeManagerAddress": ADDRESSES["b"]}, 1)
     assert meshes.mesh_places(mesh) == {
@@ -145,6 +145,7 @@ def test_a_mesh_that_loses_a_host_and_gets_it_back(mesh_of):
     }  # fmt: skip
     assert before - set(mesh.device_strs) == {f"{ADDRESSES['c']}:gpu:0"}
     assert len(set(mesh.host_ids)) == 3
+    assert mesh.hwaware_functions == ["step"]
     assert [device.id for device in meshes.restrict(profile, mesh).devices] == ["a:0", "a:1", "b:0", "c:1"]
 
 

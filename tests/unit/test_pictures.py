@@ -22,6 +22,7 @@ from hwaware.errors import PlanError, RecordError, UnusableInputError
 from hwaware.formatting import BYTES_PER_S, text
 from hwaware.placement.sensitivity import Change, Explanation
 from hwaware.report import canvas, timeline_picture
+from hwaware.report.cluster_picture import draw_cluster
 from hwaware.report.other_pictures import draw_sensitivity
 from hwaware.report.page import save_page
 from hwaware.report.plan_picture import draw_plan
@@ -105,6 +106,22 @@ def test_a_plan_alone_is_drawn_from_its_file():
         PLAN, stages=tuple(hwaware.plans.Stage(layers=s.layers, replicas=s.replicas) for s in PLAN.stages)
     )
     assert "give cluster and workload" in canvas.svg_text(drawings(bare)["plan"](), "bare")
+
+
+def test_devices_that_save_more_than_a_stage_waits_are_drawn_the_right_way_round():
+    (stage,) = hwaware.Plan.from_json(PLAN.to_json()).stages[:1]
+    saving = hwaware.plans.Stage(layers=stage.layers, replicas=stage.replicas, compute_s=1.0, receive_s=-3.0)
+    figure = draw_plan(msgspec.structs.replace(PLAN, stages=(saving,)))
+    low, high = figure.axes[1].get_xlim()
+    assert low == 0 < high
+    assert "-2.000" in [one.get_text() for one in figure.axes[1].texts]
+
+
+def test_matrices_of_many_devices_have_some_of_them():
+    figure = draw_cluster(hwaware.ClusterProfile.uniform(hosts=1201))
+    shown = [axis.images[0].get_array().shape for axis in figure.axes if axis.images]
+    assert shown == [(401, 401), (401, 401)]
+    assert figure.axes[1].get_title() == "Link bandwidth of 401 devices [GB/s]"
 
 
 def test_memory_over_capacity_is_red():
@@ -280,6 +297,14 @@ def test_the_page_holds_all_tables_and_pictures(page):
     assert "<h1>plan &lt;1&gt;.json: hwaware.plan</h1>" in text
     identifiers = re.findall(r'\bid="([^"]+)"', text)
     assert len(identifiers) == len(set(identifiers))
+
+
+def test_the_page_says_why_a_picture_is_missing(tmp_path):
+    many = msgspec.structs.replace(PLAN, num_microbatches=10**6)
+    save_page(many, tmp_path / "page.html", "plan.json", CONTEXT)
+    text = (tmp_path / "page.html").read_text()
+    assert re.search(r'<figure id="timeline"><pre>.*the simulator runs at most 300000\..*</pre>', text)
+    assert '<figure id="sensitivity"><svg' in text.replace("\n", "")
 
 
 def test_the_page_of_a_profile_names_its_doubts(tmp_path):

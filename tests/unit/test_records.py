@@ -120,6 +120,7 @@ def changed_cluster(change):
         (lambda d: d["devices"][0]["throughput"].update(float32=[]), "empty throughput curve"),
         (lambda d: d["devices"][0].pop("kind"), "kind"),
         (lambda d: d["devices"][0].update(kind="\x1b[31mred"), "is '\\x1b[31mred', expected no control characters"),
+        (lambda d: d["hosts"][0].update(address="1\x1b[2J"), "address of host 'a' is '1\\x1b[2J', expected no control"),
         (lambda d: d["devices"][1].update(id="a:0"), "'a:0' occurs more than once"),
         (lambda d: d["devices"][1].update(id="a"), "'a' occurs more than once"),
         (lambda d: d["devices"][0].update(host="z"), "unknown host 'z'"),
@@ -179,6 +180,7 @@ def test_numbers_beyond_floating_point_are_refused():
     [
         ({"layers": []}, "no layers"),
         ({"microbatch_size": 0}, "microbatch_size is 0"),
+        ({"name": "gpt\x1b]0;"}, "name is 'gpt\\x1b]0;', expected no control characters"),
         ({"layers": [layer_document(forward_flops=-1)]}, "forward_flops"),
         ({"layers": [layer_document(measured={"cpu": {"1,1": {"forward_s": -1, "backward_s": 1}}})]}, "forward_s"),
     ],
@@ -192,6 +194,7 @@ def test_a_bad_workload_is_refused_by_name(changes, expected):
     [
         ({"stages": []}, "no stages"),
         ({"num_microbatches": 0}, "num_microbatches is 0"),
+        ({"reason": "too\x07"}, "reason is 'too\\x07', expected no control characters"),
         ({"schedule": "interleaved"}, "`$.schedule`, expected one of 1f1b, gpipe, inference."),
         ({"layer_times": "guessed"}, "`$.layer_times`, expected one of measured, model."),
         ({"stages": [{"layers": [1, 1], "replicas": [{"devices": ["a:0"]}]}]}, "starts with layer 1, expected layer 0"),
