@@ -399,21 +399,25 @@ def write_bytes(path: PathLike, data: bytes) -> None:
 
 
 def save_or_keep(record: FileRecord, path: PathLike, show: Callable[[str], object] = print) -> None:
-    """Save a record that took long to make, or keep it in the temporary folder, or else `show` it.
+    """Save a record that took long to make, as `write_or_keep` does."""
+    write_or_keep(path, record.to_json(), show)
+
+
+def write_or_keep(path: PathLike, data: bytes, show: Callable[[str], object] = print) -> None:
+    """Write data that took long to make, or keep it in the temporary folder, or else `show` it.
 
     Raises:
-        RecordError: The file cannot be written; the message says why, and where the record is.
+        RecordError: The file cannot be written; the message says why, and where the data is.
     """
     try:
-        record.save(path)
+        write_bytes(path, data)
     except RecordError as error:
-        text = record.to_json()
         try:
             handle, kept = tempfile.mkstemp(prefix="hwaware-", suffix=f"-{Path(path).name[: _MOST_OF_NAME // 10]}")
             with os.fdopen(handle, "wb") as stream:
-                stream.write(text)
+                stream.write(data)
         except OSError:
-            show(text.decode())
+            show(data.decode())
             raise RecordError(f"{error.what} The content is on standard output instead.", error.fix) from error
         raise RecordError(f"{error.what} The content is kept in {kept}.", error.fix) from error
 

@@ -101,11 +101,19 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     def busy_s(self, stage: int) -> float:
         """Return the seconds that a stage spends on forward and backward passes."""
-        return self.spent_s(stage, "forward") + self.spent_s(stage, "backward")
+        return self.spent_s(stage, "forward", "backward")
 
-    def spent_s(self, stage: int, kind: EventKind) -> float:
-        """Return the seconds that a stage spends on one kind of event."""
-        return sum(event.end_s - event.start_s for event in self.events if event.stage == stage and event.kind == kind)
+    def spent_s(self, stage: int, *kinds: EventKind) -> float:
+        """Return the seconds in which at least one event of these kinds runs on a stage.
+
+        A recorded step holds the passes of every replica, which overlap: a sum would count them twice.
+        """
+        events = [event for event in self.events if event.stage == stage and event.kind in kinds]
+        total_s, until_s = 0.0, 0.0
+        for event in sorted(events, key=lambda one: one.start_s):
+            total_s += max(0.0, event.end_s - max(event.start_s, until_s))
+            until_s = max(until_s, event.end_s)
+        return total_s
 
     def trace(self) -> Dict[str, Any]:
         """Return the timeline in Chrome's trace event format: one process a stage, times in microseconds.

@@ -15,7 +15,7 @@ from hwaware.cli._run import INTERRUPTED, NumberRange, json_option, print_json, 
 from hwaware.cli.testbed import kind_option
 from hwaware.cli.trace import model_options
 from hwaware.errors import UnusableInputError
-from hwaware.records import require_writable
+from hwaware.records import require_writable, write_or_keep
 
 if TYPE_CHECKING:
     from hwaware.bench.benchmark import Outcome
@@ -211,10 +211,10 @@ def _faults(scenarios: Sequence[str], output: Path, kind: str, counts: _Counts, 
     found = {}
     for name, path in zip(names, paths):
         found[name] = faults.on_testbed(name, counts.rounds, counts.kills, kind)
-        path.write_text(json.dumps(found[name], indent=1) + "\n")
-        say(f"{path} written.")
         if not as_json:
             click.echo(f"{name}:\n{faults.summary(found[name])}")
+        write_or_keep(path, json.dumps(found[name], indent=1).encode() + b"\n", click.echo)
+        say(f"{path} written.")
     if as_json:
         print_json({"faults": found})
 

@@ -32,11 +32,11 @@ def command(output: str, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return
-    from hwaware.report.comparison import comparison_table
+    from hwaware.report.bench_tables import mappings_table
     from hwaware.report.console import make_console
 
     console = make_console()
-    console.print(comparison_table(result, figures))
+    console.print(mappings_table(result, figures))
     ratio = figures["step_ratio"]
     console.print(
         f"hwaware's step takes {ratio['median']:.2f} of Alpa's ({figures['median_alpa']}), "

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import click
 
-from hwaware.cli._run import NumberRange, json_option, print_json, reports_errors
+from hwaware.cli._run import NumberRange, json_option, print_document, print_json, reports_errors
 from hwaware.errors import UnusableInputError
+from hwaware.records import save_or_keep
 
 if TYPE_CHECKING:
     from hwaware.report.fitting import Column
@@ -245,7 +246,7 @@ def refit(result: str, output: Optional[str], workload_output: Optional[str], as
     errors = {"before": error((model, profile), observed), "after": error(corrected, observed)}
     for path, record in ((workload_output, corrected[0]), (output, corrected[1])):
         if path is not None:
-            record.save(path)
+            save_or_keep(record, path, print_document)
     if as_json:
         print_json({**msgspec.to_builtins(found), "errors": errors, "mappings": len(observed)})
         return

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, TypeVar
 import click
 
 from hwaware.cli._run import NumberRange, json_option, name_dropped_collectives, print_document, reports_errors, say
-from hwaware.cluster import OPERATIONS, ClusterProfile
+from hwaware.cluster import OPERATIONS, ClusterProfile, LinkTable
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import BYTES_PER_S, SECONDS, counted, text
 
@@ -178,9 +178,10 @@ def _import(
 def _name_replaced_values(found: ClusterProfile, earlier: ClusterProfile) -> None:
     """Print one line for each rate or latency that differs; the opposite direction serves where one was missing."""
     known = {(link.source, link.target): link for link in earlier.links}
+    table, devices = LinkTable(earlier), {device.id for device in earlier.devices}
     for link in found.links:
         ends = (link.source, link.target)
-        before = known.get(ends, known.get(ends[::-1]))
+        before = table.between(*ends) if devices.issuperset(ends) else known.get(ends, known.get(ends[::-1]))
         for name, quantity in (("bandwidth_bytes_per_s", BYTES_PER_S), ("latency_s", SECONDS)):
             if before is not None and getattr(before, name) != getattr(link, name):
                 values = (text(getattr(one, name), quantity) for one in (before, link))

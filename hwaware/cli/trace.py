@@ -145,11 +145,11 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
         if any(f"{os.sep}alpa{os.sep}" in frame.filename for frame in frames):  # Alpa runs on stock JAX only enabled
             fix = "move the function to a module that does not import Alpa; it needs only JAX."
         raise UnusableInputError(f"{model} cannot be imported: {error}.", fix) from error
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and may be a program
         raise _raised(f"{module_name}, which is imported for {function_name},", error) from error
     try:
         found = function() if callable(function) else function
-    except Exception as error:  # and so may a user's function
+    except (Exception, SystemExit) as error:  # and so may a user's function
         raise _raised(model, error) from error
     if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]):
         raise UnusableInputError(
@@ -159,11 +159,12 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
     return found
 
 
-def _raised(what: str, error: Exception) -> UnusableInputError:
+def _raised(what: str, error: BaseException) -> UnusableInputError:
     """Wrap an error of the user's code as an error of input, with its place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     # A syntax error names its own place: no frame of that module ran.
     place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
-    return UnusableInputError(
-        f"{what} raised {type(error).__name__}: {error}{place}.", "run it by itself and fix the error."
-    )
+    fix = "run it by itself and fix the error."
+    if isinstance(error, SystemExit):
+        fix = 'put what the module runs as a program below `if __name__ == "__main__":`.'
+    return UnusableInputError(f"{what} raised {type(error).__name__}: {error}{place}.", fix)

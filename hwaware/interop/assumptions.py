@@ -19,7 +19,7 @@ _MOST_NAMED = 4
 
 def assumptions(profile: ClusterProfile) -> Iterator[Flag]:
     """Yield flags for all values that hwaware assumed; their marks are in the devices and links."""
-    yield from _of_devices([device for device in profile.devices if marks(device.samples)])
+    yield from _of_devices(profile.devices)
     for name, quantity in (("bandwidth_bytes_per_s", BYTES_PER_S), ("latency_s", SECONDS)):
         marked = [link for link in profile.links if name in marks(link.evidence)]
         loaded = [link for link in marked if name == "latency_s" and is_under_load(link)]
@@ -45,14 +45,14 @@ def assumptions(profile: ClusterProfile) -> Iterator[Flag]:
 
 
 def _of_devices(devices: Sequence[Device]) -> Iterator[Flag]:
-    if devices:
-        names = sorted({name for device in devices for name in marks(device.samples)})
-        assumed = [_assumed_text(name, devices) for name in names]
+    names = sorted({name for device in devices for name in marks(device.samples)})
+    for name in names:
+        marked = [device for device in devices if name in marks(device.samples)]
         what = (
-            f"No file gives {' and '.join(names)} of {len(devices)} devices, so hwaware assumed "
-            f"{' and '.join(assumed)}. Measure the devices before you believe a plan: hwaware profile."
+            f"No file gives {name} of {counted(len(marked), 'device')}, so hwaware assumed "
+            f"{_assumed_text(name, marked[0])}. Measure the devices before you believe a plan: hwaware profile."
         )
-        yield Flag(kind=ASSUMED, subjects=tuple(device.id for device in devices), what=what)
+        yield Flag(kind=ASSUMED, subjects=tuple(device.id for device in marked), what=what)
 
 
 def _of_links(links: Sequence[Link], name: str, quantity: Quantity) -> Iterator[Flag]:
@@ -80,9 +80,8 @@ def _ends(links: Sequence[Link]) -> Tuple[str, ...]:
     return tuple(dict.fromkeys(end for link in links for end in (link.source, link.target)))
 
 
-def _assumed_text(name: str, devices: Sequence[Device]) -> str:
-    """Return the value that hwaware assumed for a field of devices."""
-    device = next(device for device in devices if name in marks(device.samples))
+def _assumed_text(name: str, device: Device) -> str:
+    """Return the value that hwaware assumed for a field of a device."""
     if name == "memory_bytes":
         return text(device.memory_bytes, BYTES)
     point = next(iter(device.throughput.values()))[0]

@@ -6,8 +6,8 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from rich.table import Table
 
-from hwaware.formatting import MISSING, SECONDS, Quantity, column, counted, percent, ratio, text
-from hwaware.report.comparison import describe_stages
+from hwaware.formatting import MISSING, SECONDS, column, common_unit, counted, percent, ratio, text
+from hwaware.plans import Plan
 from hwaware.report.fitting import build_table
 from hwaware.result import BenchmarkResult
 
@@ -92,11 +92,19 @@ def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
             + [describe_stages(one.plan) if one.plan else MISSING for one in result.unmeasured],
         ),
     ]
+    times = [
+        ("measured", [step["median"] for step in measured]),
+        ("pipeline", [row["predictable_step_s"] for row in rows]),
+        ("predicted", [row["corrected_prediction_s"] for row in rows]),
+    ]
+    unit = common_unit([value for _, values in times for value in values], SECONDS)
+    medians, *predictions = [
+        (f"{name} [{unit.label}]", [unit.text(value) for value in values + blank]) for name, values in times
+    ]
     columns = [
-        _numbers("measured", [step["median"] for step in measured] + blank, SECONDS),
-        ("95 % interval", [_interval(step) for step in measured] + reasons),
-        _numbers("pipeline", [row["predictable_step_s"] for row in rows] + blank, SECONDS),
-        _numbers("predicted", [row["corrected_prediction_s"] for row in rows] + blank, SECONDS),
+        medians,
+        ("95 % interval", [f"{unit.text(one['low'])}-{unit.text(one['high'])}" for one in measured] + reasons),
+        *predictions,
         ("error", [percent(row["prediction_error"], signed=True) for row in rows] + [MISSING] * len(blank)),
         ("steps", [str(len(mapping.step_s)) for mapping in result.mappings] + ["0"] * len(blank)),
     ]
@@ -111,17 +119,17 @@ def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
     return build_table(title, names, columns, caption)
 
 
+def describe_stages(plan: Plan) -> str:
+    """Return a plan in one line, e.g. "h0:0 0-3, h1:0 4": devices, then layers, of each stage."""
+    parts = []
+    for stage in plan.stages:
+        first, last = stage.layers
+        parts.append(f"{'+'.join(stage.devices)} {first}" + (f"-{last}" if last > first else ""))
+    return ", ".join(parts)
+
+
 def _seconds(result: BenchmarkResult) -> str:
     return text(result.ideal_step_s, SECONDS)
-
-
-def _numbers(name: str, values: Sequence[Optional[float]], quantity: Quantity) -> Any:
-    label, cells = column(values, quantity)
-    return f"{name} [{label}]", cells
-
-
-def _interval(step: Dict[str, float]) -> str:
-    return f"{step['low']:.3f}-{step['high']:.3f} s"
 
 
 def _ours(figures: Dict[str, Any]) -> Optional[Dict[str, Any]]:

@@ -11,7 +11,7 @@ from hwaware.cluster import ClusterProfile, Link, LinkTable
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.costs.stages import exchanging, located
 from hwaware.errors import PlanError, UnusableInputError
-from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, common_unit, counted, text
+from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, SECONDS, common_unit, counted, text
 from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
 from hwaware.records import FileRecord, PathLike
@@ -135,7 +135,8 @@ def plot_comparison(
     predicted_s = predictions_s(result)
     for axis, mapping in zip(axes, mappings):
         draw_map(axis, profile, mapping.plan)
-        measured = f"{mapping.median_step_s:.2f} s measured, {predicted_s[mapping.name]:.2f} s predicted"
+        measured, expected = (text(one, SECONDS) for one in (mapping.median_step_s, predicted_s[mapping.name]))
+        measured = f"{measured} measured, {expected} predicted"
         axis.set_title(f"{title_of(mapping.name)}\n{measured}", fontsize=11)
     _draw_steps(axes[-1], result)
     microbatches = counted(result.num_microbatches, "microbatch")
@@ -235,19 +236,23 @@ def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
     """Draw every measured step as a dot, medians and predictions as bars."""
     width, predicted = 0.38, predictions_s(result)
     places = range(len(result.mappings))
-    heights = [predicted[mapping.name] for mapping in result.mappings]
-    medians = [mapping.median_step_s for mapping in result.mappings]
+    unit = common_unit([*predicted.values(), *(max(mapping.step_s) for mapping in result.mappings)], SECONDS)
+    heights = [predicted[mapping.name] / unit.size for mapping in result.mappings]
+    medians = [mapping.median_step_s / unit.size for mapping in result.mappings]
     axis.bar([place - width / 2 for place in places], heights, width, color="#bab0ac", label="predicted")
     axis.bar([place + width / 2 for place in places], medians, width, color="#4c78a8", label="measured, median")
+    highest = max(heights)
     for place, mapping in zip(places, result.mappings):
         spread = [place + width / 2 + 0.02 * (k % 5 - 2) for k in range(len(mapping.step_s))]
         label = "measured, each step" if place == 0 else None
-        axis.scatter(spread, mapping.step_s, s=9, color="black", zorder=3, label=label)
+        steps = [step_s / unit.size for step_s in mapping.step_s]
+        highest = max(highest, *steps)
+        axis.scatter(spread, steps, s=9, color="black", zorder=3, label=label)
         for offset, value in ((-width / 2, heights[place]), (width / 2, medians[place])):
             axis.text(place + offset, 0.02 * max(medians), f"{value:.2f}", ha="center", va="bottom", color="white")
     axis.set_xticks(list(places), [fill(title_of(mapping.name), 12) for mapping in result.mappings])
-    axis.set_ylim(0, 1.2 * max([*heights, *(max(mapping.step_s) for mapping in result.mappings)]))
-    axis.set_ylabel("Step time [s]")
+    axis.set_ylim(0, 1.2 * highest)
+    axis.set_ylabel(f"Step time [{unit.label}]")
     axis.legend(loc="upper left", fontsize=8)
     canvas.bare(axis)
 
@@ -256,5 +261,5 @@ def _draw_result(result: BenchmarkResult) -> Any:
     figure, axis = canvas.pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     _draw_steps(axis, result)
     median = statistics.median(mapping.median_step_s for mapping in result.mappings)
-    axis.set_title(f"{result.model} on {result.scenario} (median of medians {median:.2f} s)", fontsize=11)
+    axis.set_title(f"{result.model} on {result.scenario} (median of medians {text(median, SECONDS)})", fontsize=11)
     return figure

@@ -73,23 +73,10 @@ def _draw_rows(axis: Any, timeline: Timeline, unit: Unit) -> None:
     for kind, events in _by_kind(timeline).items():
         _draw_kind(axis, kind, events, unit, timeline.step_s)
     _number(axis, timeline, unit)
-    busy = [_busy_s(timeline, stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
+    busy = [timeline.busy_s(stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
     labels = [f"stage {k}\n{_devices(timeline.devices[k])}\nbusy {busy[k]:.0%}" for k in range(stages)]
     canvas.name_rows(axis, labels)
     canvas.bare(axis)
-
-
-def _busy_s(timeline: Timeline, stage: int) -> float:
-    """Return the seconds in which any device of a stage works.
-
-    A recorded step holds every replica's passes, which overlap: the sum would count them twice.
-    """
-    passes = [e for e in timeline.events if e.stage == stage and e.kind in ("forward", "backward")]
-    total_s, until_s = 0.0, 0.0
-    for event in sorted(passes, key=lambda one: one.start_s):
-        total_s += max(0.0, event.end_s - max(event.start_s, until_s))
-        until_s = max(until_s, event.end_s)
-    return total_s
 
 
 def _devices(devices: Tuple[str, ...]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 
 from hwaware.compat.packages import INSTALL_JAX
 from hwaware.errors import UnusableInputError
+from hwaware.formatting import counted
 from hwaware.tracing.flops import main_dtype
 from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, depends_on, layer_operations
@@ -16,6 +17,9 @@ from hwaware.tracing.programs import LayerFunctions, layer_functions
 from hwaware.tracing.scratch import scratch_bytes
 from hwaware.tracing.state import LEAST_SHARED_BYTES, LayerState, settled, shared_bytes, total_bytes
 from hwaware.workload import Layer, Workload
+
+# A message names so many different shapes.
+_MOST_SHAPES = 5
 
 
 def trace(
@@ -249,10 +253,13 @@ def _resize(jax: Any, batch: Any, microbatch_size: int) -> Any:
     leaves = jax.tree_util.tree_leaves(batch)
     sizes = {leaf.shape[0] if leaf.shape else None for leaf in leaves}
     if not leaves or None in sizes or len(sizes) != 1:
-        found = [tuple(leaf.shape) for leaf in leaves]
+        shapes = list(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
+        found = ", ".join([*shapes[:_MOST_SHAPES], *["..."][: len(shapes) - _MOST_SHAPES]])
         raise UnusableInputError(
-            f"The arrays of the batch have shapes {found}, expected one array or more with the same axis 0.",
-            "give a batch whose arrays all hold the samples in axis 0; keep everything else in the state.",
+            f"The arrays of the batch ({counted(len(leaves), 'array')}) have shapes [{found}], expected one array or more "
+            "with the same axis 0.",
+            "give a batch whose arrays all hold the samples in axis 0, and arrays in place of lists of numbers. Keep "
+            "everything else in the state.",
         )
     return jax.tree_util.tree_map(
         lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), batch

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 import hwaware
+from hwaware import records
 from hwaware.cli import main
 from hwaware.errors import TestbedError
 from hwaware.report import bench_pictures
@@ -165,6 +166,14 @@ def test_results_of_faults_never_replace_each_other(tmp_path, monkeypatch):
     done = CliRunner().invoke(main, [*run, *files[1:]])
     assert done.exit_code == 0, done.output
     assert sorted(path.name for path in output.iterdir()) == ["faults-..-one.json", "faults-two.json"]
+    before = (output / "faults-two.json").read_bytes()
+    monkeypatch.setattr(
+        records, "replace_file", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    full = CliRunner().invoke(main, [*run, *files[2:]])
+    assert full.exit_code == 2
+    (kept,) = re.findall(r"two.json cannot be written: No space left .* is kept in (\S+)\. To fix", full.output)
+    assert Path(kept).read_bytes() == before == (output / "faults-two.json").read_bytes()
 
 
 @pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hwaware
+from hwaware import formatting
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile, Collective, Flag, LinkSample, LinkTable
 from hwaware.errors import UnusableInputError
@@ -135,7 +136,8 @@ def test_a_new_profile_derives_links_from_collectives_and_says_so(imported):
     assert link.bandwidth_bytes_per_s == pytest.approx((1 << 20) / 100e-6 * bus_factor("all-reduce", 4))
     assert link.evidence["assumed"] == ["bandwidth_bytes_per_s", "latency_s"]
     assert "derived it from collectives" in said
-    assert "assumed 17.18 GB and 1.000 TFLOP/s" in said
+    assert "assumed 17.18 GB" in said
+    assert "assumed 1.000 TFLOP/s" in said
     assert {flag.kind for flag in profile.flags} == {"assumed"}
 
 
@@ -478,6 +480,19 @@ def test_p2p_becomes_directed_links_of_one_host(imported):
     unnamed, _ = imported("p2p", "\n".join(line for line in P2P.split("\n") if not line.startswith("Device:")))
     assert [device.kind for device in unnamed.devices] == ["unknown", "unknown"]
     assert [device.memory_bandwidth_bytes_per_s for device in unnamed.devices] == [912.68e9, 922.37e9]
+
+
+def test_p2p_says_what_it_replaces_of_a_link_inside_a_host(imported):
+    into = cluster({"box": 2, "other": 1}, between=(1e8, 7e-5), inside=(1e9, 1e-5))
+    profile, said = imported("p2p", P2P, options=("--host", "box"), into=into)
+    rate = formatting.text(between(profile, "box:0", "box:1").bandwidth_bytes_per_s, formatting.BYTES_PER_S)
+    assert f"Replaced box:0 -> box:1: 1.000 GB/s -> {rate}." in said
+
+
+def test_a_size_in_a_cards_name_is_not_called_assumed(imported):
+    _, said = imported("p2p", P2P)
+    assert "No file gives memory_bytes of 1 device, so hwaware assumed 17.18 GB." in said
+    assert "No file gives throughput of 2 devices, so hwaware assumed 1.000 TFLOP/s." in said
 
 
 def test_tables_of_p2p_in_their_order_of_worth(imported):

@@ -2,14 +2,15 @@
 
 import struct
 
+import msgspec
 import pytest
 from builders import chain, cluster, links, plan
 
 from hwaware.bench.summary import summary
 from hwaware.errors import UnusableInputError
 from hwaware.report import canvas
-from hwaware.report.comparison import comparison_table, describe_stages
-from hwaware.report.plots import draw_map, plot, plot_comparison
+from hwaware.report.bench_tables import describe_stages, mappings_table
+from hwaware.report.plots import draw_map, drawings, plot, plot_comparison
 from hwaware.result import BenchmarkResult, Mapping
 
 pytest.importorskip("matplotlib")
@@ -42,6 +43,19 @@ def test_a_comparison_is_drawn(tmp_path):
     plot_comparison(RESULT, PROFILE, RESULT.mappings, tmp_path / "result.png")
     width, height = size_of_png(tmp_path / "result.png")
     assert width > height > 300
+
+
+def test_steps_of_milliseconds_are_shown_in_milliseconds():
+    fast = [msgspec.structs.replace(one, step_s=(0.0012, 0.0014), predicted_step_s=0.001) for one in RESULT.mappings]
+    result = msgspec.structs.replace(RESULT, mappings=tuple(fast))
+    axis = drawings(result)["result"]().axes[0]
+    assert axis.get_ylabel() == "Step time [ms]"
+    assert axis.get_title() == "m on s (median of medians 1.300 ms)"
+    assert "1.30" in [one.get_text() for one in axis.texts]
+    table = mappings_table(result, summary(result))
+    shown = {str(column.header): [*map(str, column.cells)] for column in table.columns}
+    assert shown["measured [ms]"] == ["1.300", "1.300"]
+    assert shown["95 % interval"] == ["1.200-1.400"] * 2
 
 
 def test_a_map_has_the_links_over_which_replicas_exchange():
@@ -88,6 +102,6 @@ def test_the_summary_and_its_table_say_the_same():
     row = figures["mappings"]["hwaware"]
     assert row["corrected_prediction_s"] == pytest.approx(2.0)  # the machine ran at half the profile's speed
     assert row["prediction_error"] == pytest.approx(2.0 / 1.1 - 1)
-    table = comparison_table(RESULT, figures)
-    assert list(table.columns[0].cells) == ["hwaware", "alpa-given"]
+    table = mappings_table(RESULT, figures)
+    assert [*map(str, table.columns[0].cells)] == ["hwaware", "alpa-given"]
     assert describe_stages(PLAN) == "b:0 0-2, a:0 3"

@@ -23,7 +23,7 @@ from hwaware.simulator import simulate
 from hwaware.simulator.engine import run_blocking, run_overlapped
 from hwaware.simulator.messages import Channel, Messages, Part
 from hwaware.simulator.simulate import disagreement
-from hwaware.timeline import Timeline
+from hwaware.timeline import Event, Timeline
 from hwaware.workload import Workload
 
 
@@ -99,6 +99,17 @@ def test_a_timeline_by_hand():
     assert spans(timeline, "backward", 0) == [(0, 6, 8), (1, 9, 11)]
     assert timeline.step_s == 11
     assert timeline.busy_s(0) == 6
+
+
+def test_a_stage_is_busy_once_while_its_replicas_work():
+    """A recorded step has the passes of all replicas."""
+    one = [Event(kind="forward", stage=0, start_s=0, end_s=2), Event(kind="backward", stage=0, start_s=2, end_s=3)]
+    other = [
+        Event(kind="forward", stage=0, start_s=1, end_s=2.5),
+        Event(kind="backward", stage=0, start_s=2.5, end_s=4),
+    ]
+    timeline = Timeline(step_s=5, schedule="1f1b", num_microbatches=1, devices=(("a:0", "b:0"),), events=(*one, *other))
+    assert (timeline.spent_s(0, "forward"), timeline.spent_s(0, "backward"), timeline.busy_s(0)) == (2.5, 2, 4)
 
 
 @pytest.mark.parametrize(

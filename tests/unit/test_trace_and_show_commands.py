@@ -86,6 +86,31 @@ def test_a_module_that_cannot_be_run_is_named_with_the_place(mistake, tmp_path, 
     assert "Traceback" not in result.output
 
 
+@pytest.mark.parametrize("program", ["def step(): raise SystemExit", "import sys; step = 1; sys.exit(0)"])
+def test_a_module_that_is_a_program_is_refused(program, tmp_path, monkeypatch):
+    (tmp_path / "a_program.py").write_text(program + "\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "a_program", raising=False)
+    result = run("trace", "a_program:step", "-o", "workload.json")
+    assert result.exit_code == 2
+    assert "raised SystemExit" in result.stderr
+    assert '__name__ == "__main__"' in result.stderr
+
+
+def test_a_model_whose_batch_holds_lists_is_refused_in_few_words(tmp_path, monkeypatch):
+    batch = {"ids": [[1] * 1024] * 64, "mask": "MASK"}
+    (tmp_path / "with_lists.py").write_text(
+        f"import numpy\ndef model():\n    return (lambda state, batch: (state, 0.0)), {{}}, {batch!r}\n".replace(
+            "'MASK'", "numpy.ones((64, 3))"
+        )
+    )
+    monkeypatch.chdir(tmp_path)
+    result = run("trace", "with_lists:model")
+    assert result.exit_code == 2
+    assert "The arrays of the batch (65,537 arrays) have shapes [(), (64, 3)], expected" in result.stderr
+    assert len(result.stderr) < 1000
+
+
 def test_a_model_whose_module_imports_alpa(tmp_path, monkeypatch):
     """Alpa does not run on stock JAX by itself; a traced model needs JAX alone."""
     (tmp_path / "alpa").mkdir()
