@@ -256,8 +256,8 @@ def _resize(jax: Any, batch: Any, microbatch_size: int) -> Any:
         shapes = list(dict.fromkeys(str(tuple(leaf.shape)) for leaf in leaves))
         found = ", ".join([*shapes[:_MOST_SHAPES], *["..."][: len(shapes) - _MOST_SHAPES]])
         raise UnusableInputError(
-            f"The arrays of the batch ({counted(len(leaves), 'array')}) have shapes [{found}], expected one array or more "
-            "with the same axis 0.",
+            f"The arrays of the batch ({counted(len(leaves), 'array')}) have shapes [{found}], expected one array or "
+            "more with the same axis 0.",
             "give a batch whose arrays all hold the samples in axis 0, and arrays in place of lists of numbers. Keep "
             "everything else in the state.",
         )
