@@ -188,7 +188,7 @@ def price_stage(
     forward_s, backward_s, update_s, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
     scratch, fullest, limit = max(s.scratch_bytes[first:end]), -math.inf, 0.0
     for device, resident in zip(replica.devices, s.resident_bytes):
-        stays = resident[end] - resident[first] - twice
+        stays = max(0.0, resident[end] - resident[first] - twice)  # a layer's measured memory may be less
         passes, update = stage_memory_bytes(stays, kept, in_flight, batches, scratch, new)
         used, room = passes if passes > update else update, limits[device]
         if used - room > fullest - limit:
@@ -260,7 +260,7 @@ def stage_table(
             found.append(ranges(own))
         deviations.append(s.deviation_s)
         shared = ranges(kept), ranges(batches), _most(s.scratch_bytes), ranges(new)
-        stay = [ranges(one[end] - one[first] - twice) for one in unlike.values()]
+        stay = [ranges(np.maximum(0.0, one[end] - one[first] - twice)) for one in unlike.values()]
         memory += [_most_in_flight(limit, one, *shared) for (_, limit), one in zip(unlike, stay)]
     most, excess, activation, updated = memory[0]
     for own, over, kept, over_new in memory[1:]:

@@ -9,11 +9,12 @@ from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
+from hwaware.cluster import ClusterProfile, Link, LinkTable
 from hwaware.costs import evaluate
 from hwaware.costs.evaluate import prepared_for
 from hwaware.costs.measured_groups import with_links
-from hwaware.costs.own_times import changed_times, scaled
+from hwaware.costs.own_times import changed_times, scaled, with_own_kinds
+from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.speed import slower_card, slower_link
 from hwaware.deprecation import keyword_only
 from hwaware.errors import PlanError, UnusableInputError
@@ -164,8 +165,9 @@ class _Asked(NamedTuple):
         return Change(what, step_s, self.step_s - step_s)
 
     def planned(self, what: str, plan: Plan) -> Optional[Change]:
-        """Return a change of the cluster that needs another plan; None if that plan has no price."""
-        return None if plan.predicted_step_s is None else self.change(what, plan.predicted_step_s)
+        """Return a change of the cluster that needs another plan; None if that plan has no price, or does not fit."""
+        known = plan.predicted_step_s if plan.status != "infeasible" else None
+        return None if known is None else self.change(what, known)
 
 
 def _faster_stage(asked: _Asked, k: int) -> Change:
@@ -224,13 +226,10 @@ def _alternatives(asked: _Asked, pins: Pins) -> Iterator[Change]:
 
 def _one_more(asked: _Asked, planner: Planner) -> Optional[Change]:
     """Plan again with one more device like the fastest one, on its host and at its card."""
-    profile = asked.profile
-
-    def seconds_per_flop(device: Device) -> float:
-        points = device.throughput.get(asked.workload.dtype, ())
-        return min((point.seconds / point.flops for point in points), default=float("inf"))
-
-    fastest = min(profile.devices, key=seconds_per_flop)
+    # A device that the workload names by id has a kind of its own, which the new device has too.
+    workload, profile = with_own_kinds(asked.workload, asked.profile)
+    costs = PreparedCosts(workload, profile)
+    fastest = min(profile.devices, key=lambda device: costs.whole_s(device.id))
     new = msgspec.structs.replace(fastest, id=f"{fastest.id} (one more)")
     links = list(profile.links)
     links += [msgspec.structs.replace(link, source=new.id) for link in profile.links if link.source == fastest.id]
@@ -245,7 +244,7 @@ def _one_more(asked: _Asked, planner: Planner) -> Optional[Change]:
     devices = (*profile.devices, new)
     larger = msgspec.structs.replace(profile, devices=devices, links=tuple(links), shared_cards=cards)
     try:
-        found = planner(asked.workload, larger)
+        found = planner(workload, larger)
     except PlanError:
         return None
-    return asked.planned(f"One more device like {fastest.id} ({fastest.kind})", found)
+    return asked.planned(f"One more device like {fastest.id} ({asked.profile.device(fastest.id).kind})", found)

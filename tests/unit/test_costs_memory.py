@@ -2,12 +2,13 @@
 
 import msgspec
 import pytest
-from builders import cluster, device, layer, workload
+from builders import cluster, device, layer, timed, workload
 
 from hwaware.costs import evaluate
 from hwaware.costs.compute import layer_times_s
 from hwaware.costs.zero import zero_resident_bytes, zero_traffic_bytes
 from hwaware.errors import UnusableInputError
+from hwaware.placement import plan
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.records import rebuilt
 from hwaware.workload import Shared
@@ -69,3 +70,12 @@ def test_frozen_weights_are_read_alone():
     frozen, trained = (layer(0, 1e9, parameter_bytes=10.0, gradient_bytes=size) for size in (0.0, 10.0))
     of_frozen, of_trained = (float(layer_times_s([each], machine, "float32")[1][0]) for each in (frozen, trained))
     assert (of_frozen, of_trained) == (1.0 + 10.0, 1.0 + 50.0)
+
+
+def test_layers_whose_measured_memory_is_less_than_what_they_share():
+    """The price and the search's table agree, and the plan can be written."""
+    model = workload(2, parameter_bytes=1e9, measured=timed(1, 2, memory_bytes=1e6))
+    model = rebuilt(model, shared=(Shared(layers=(0, 1), parameter_bytes=1e9, optimizer_bytes=2e9),))
+    profile = cluster("a", memory_bytes=10_000)
+    found = plan(model, profile, num_microbatches=2)
+    assert [stage.memory_bytes for stage in found.stages] == [0.0]

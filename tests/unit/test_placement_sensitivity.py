@@ -6,7 +6,7 @@ import re
 
 import msgspec
 import pytest
-from builders import DATA, card, chain, cluster, device, layer, workload
+from builders import DATA, card, chain, cluster, device, layer, timed, workload
 
 import hwaware
 from hwaware.placement import explain
@@ -77,6 +77,33 @@ def test_next_best_and_one_more_are_planned_again():
     sentence += r"the step gets \S+ m?s longer\. This is the next-best plan\."
     assert re.fullmatch(sentence, found.sentences()[-1])
     assert found.one_more.step_s <= best.predicted_step_s * (1 + 1e-12)
+
+
+def test_a_plan_that_does_not_fit_is_no_alternative():
+    """Without c, a and b hold one layer each, and three are to be placed."""
+    devices = [device(f"{host}:0", seconds, memory_bytes=1100) for host, seconds in (("a", 0.1), ("b", 0.1), ("c", 1))]
+    model, profile = workload(3, parameter_bytes=250), cluster(devices)
+
+    def planner(workload, profile):
+        return hwaware.plan(workload, profile, num_microbatches=8, solver="even")
+
+    found = explain(planner(model, profile), model, profile, planner=planner)
+    assert planner(model, profile.without(("c:0",))).status == "infeasible"
+    assert found.next_best.what.startswith("If stages ")
+
+
+def test_one_more_device_like_one_that_the_workload_names_by_id():
+    """Its layers take 3 s there, and 0.3 s by the device's products."""
+    times = {f"{host}:0": timed(1, 2)["cpu"] for host in "abc"}
+    model, three = workload(3, measured=times), cluster("abc", seconds=0.1)
+
+    def planner(workload, profile):
+        return hwaware.plan(workload, profile, num_microbatches=4, solver="even")
+
+    two = three.without(("c:0",))
+    found = explain(planner(model, two), model, two, planner=planner)
+    assert found.one_more.what == "One more device like a:0 (cpu)"
+    assert found.one_more.step_s == pytest.approx(planner(model, three).predicted_step_s)
 
 
 def explained(tmp_path, capfd, profile, model, *options):
