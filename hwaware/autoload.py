@@ -66,8 +66,9 @@ def install() -> None:
     if (profile or _misspelt()) and not (
         _ALPA in sys.modules or any(isinstance(finder, _Hook) for finder in sys.meta_path)
     ):
-        # The program may change its folder before it imports Alpa.
-        sys.meta_path.insert(0, _Hook(os.path.abspath(profile) if profile else None))
+        if profile:  # the program may change its folder before it imports Alpa, and before it starts others
+            os.environ[VARIABLE] = profile = os.path.abspath(profile)
+        sys.meta_path.insert(0, _Hook(profile or None))
 
 
 def _misspelt() -> List[str]:
@@ -94,7 +95,11 @@ def act() -> None:
             # Workers compile nothing, and the profile may exist on the driver's host alone.
             importlib.import_module("hwaware.patching.stock_jax").install()
         else:
-            _enable(hook.profile)
+            try:
+                _enable(hook.profile)
+            except BaseException:  # a notebook goes on, and imports Alpa again once the user has mended the cause
+                sys.meta_path.insert(0, hook)
+                raise
 
 
 class _Hook(MetaPathFinder):

@@ -215,7 +215,7 @@ def _device(index: int, entry: Any) -> DeclaredDevice:
         raise UnusableInputError(f"{where} is {entry!r}, expected an object.", _FIX)
     memory_bytes = entry.get("memory_bytes")
     if not isinstance(memory_bytes, int) or isinstance(memory_bytes, bool) or memory_bytes <= 0:
-        raise UnusableInputError(f"memory_bytes of {where} is {memory_bytes!r}, expected a positive number.", _FIX)
+        raise UnusableInputError(f"memory_bytes of {where} is {memory_bytes!r}, expected a whole number above 0.", _FIX)
     groups = {key: _text(entry, key, where) for key in _GROUPS if entry.get(key) is not None}
     ports = _ports(entry["ports"], where) if "ports" in entry else ANY_PORT
     name = _text(entry, "id", where)

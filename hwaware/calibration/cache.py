@@ -42,7 +42,8 @@ class KeptLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         times: "DP,TP" -> times, as in `Layer.measured`; empty if time ran out before this layer.
-        limit_s: Time limit of that calibration; a longer one times the layer again if it has no times or `busy`.
+        limit_s: Time limit of that calibration; a longer one times the layer again if it has no times or `busy`. 0 if
+            the device was not asked for this layer, because another one of its kind was.
         busy: True if hosts did other work meanwhile.
         error: Relative standard error of the time of one of the device's programs.
         level_error: Relative standard error that all the device's programs have in common.

@@ -99,7 +99,7 @@ def measured_within(
     kept = {
         device.id: {key: layer for key, layer in cache.known(device).items() if key in unlike} for device in devices
     }
-    missing = {name: [key for key in unlike if _is_missing(known.get(key), limit_s)] for name, known in kept.items()}
+    missing = _missing(unlike, devices, kept, limit_s, workload.dtype)
     if any(layer.busy for name, known in kept.items() for key, layer in known.items() if key not in missing[name]):
         LOG.warning(
             "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
@@ -143,9 +143,30 @@ def _chosen(devices: Sequence[Device], dtype: str) -> List[Device]:
     return found[:_MOST_DEVICES]
 
 
-def _is_missing(layer: Optional[KeptLayer], limit_s: float) -> bool:
-    """Return True for a layer that was never timed, or without success or on busy hosts under a shorter limit."""
-    return layer is None or ((not layer.times or layer.busy) and layer.limit_s < limit_s)
+def _missing(
+    unlike: Collection[str],
+    devices: Sequence[Device],
+    kept: Mapping[str, Mapping[str, KeptLayer]],
+    limit_s: float,
+    dtype: str,
+) -> Dict[str, List[str]]:
+    """Return the layers that each device is to time.
+
+    These were never timed, or without success or on busy hosts under a shorter limit. Where no device of a kind was
+    asked for all layers, the fastest one is to time them all.
+    """
+
+    def lacks(layer: Optional[KeptLayer]) -> bool:
+        return layer is None or (0 < layer.limit_s < limit_s and (not layer.times or layer.busy))
+
+    missing = {name: [key for key in unlike if lacks(known.get(key))] for name, known in kept.items()}
+    has_all = {
+        device.kind
+        for device in devices
+        if all(key in kept[device.id] and kept[device.id][key].limit_s > 0 for key in unlike)
+    }
+    leaders = _leaders([device for device in devices if device.kind not in has_all], dtype)
+    return {**missing, **{name: list(unlike) for name in leaders}}
 
 
 def _by_weight(sources: Sequence[LayerSource], workload: Workload) -> Dict[str, LayerSource]:
@@ -195,12 +216,17 @@ def _timed_within(
         with timers(profile, asked, start_s + limit_s) as ask:
             # Lowered here while the timers start there.
             whole = [unlike[key].make(False) for key in keys if left_s() > limit_s / 2]
-            leaders = _leaders(asked, ask("start"), dtype)
+            leaders = _leaders(asked, dtype, ask("start"))
             found = times_of(whole, functools.partial(timed_now, others=2 * _HEAVIEST))
-            if left_s() > limit_s / 3:
-                parts = [LayerPrograms(None, None, None, unlike[key].make(True).parts) for key in keys[: len(whole)]]
-                if any(layer.parts for layer in parts):
-                    found = _merged(found, times_of(parts, functools.partial(timed_now, others=0)))
+            # Of the layers that compute most, as many as can be lowered in time.
+            parts = [
+                LayerPrograms(None, None, None, unlike[key].make(True).parts)
+                for key in keys[: len(whole)]
+                if left_s() > limit_s / 3
+            ]
+            if any(layer.parts for layer in parts):
+                parts += [LayerPrograms(None, None, None, ())] * (len(whole) - len(parts))
+                found = _merged(found, times_of(parts, functools.partial(timed_now, others=0)))
     except MeasurementError as error:
         LOG.warning("The layers were not timed. %s", error)
         return {}
@@ -208,10 +234,13 @@ def _timed_within(
     fresh: Dict[str, Dict[str, KeptLayer]] = {}
     if any(map(any, found)):  # if no device answers, the next start asks again
         for device, layers in zip(asked, found):
+            most = len(keys) if device.id in leaders else _HEAVIEST
             error_of = {"error": errors[device.id].program, "level_error": errors[device.id].level}
             fresh[device.id] = {
-                key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy), **error_of)
-                for key, times in zip(keys, [*layers, *untried])
+                key: KeptLayer(
+                    times=times, limit_s=limit_s if times or place < most else 0, busy=bool(busy), **error_of
+                )
+                for place, (key, times) in enumerate(zip(keys, [*layers, *untried]))
             }
     LOG.info("timed the layers in %.0f s.", time.monotonic() - start_s)
     untimed = [key for key in keys if not all(name in fresh and fresh[name][key].times for name in leaders)]
@@ -223,11 +252,11 @@ def _timed_within(
     return fresh
 
 
-def _leaders(devices: Sequence[Device], has_started: Sequence[Any], dtype: str) -> Set[str]:
+def _leaders(devices: Sequence[Device], dtype: str, has_started: Iterable[Any] = ()) -> Set[str]:
     """Return the fastest device of each kind, if possible one whose timer has started."""
-    pairs = sorted(zip(devices, has_started), key=lambda pair: (not pair[1], seconds_per_flop(pair[0], dtype)))
+    started = dict(zip((device.id for device in devices), has_started))
     found: Dict[str, str] = {}
-    for device, _ in pairs:
+    for device in sorted(devices, key=lambda one: (not started.get(one.id), seconds_per_flop(one, dtype))):
         found.setdefault(device.kind, device.id)
     return set(found.values())
 

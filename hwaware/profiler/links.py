@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from itertools import chain, zip_longest
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 import msgspec
 
@@ -69,14 +69,20 @@ class Measured:
         self.links: Dict[Tuple[str, str], Link] = {}
         self.inside: Dict[Tuple[str, str], str] = {}  # two devices of one host -> the host
         self.references_s: List[float] = []
+        self.unfinished: Set[str] = set()  # hosts with devices that are still to be timed with each other
 
     def records(self) -> Tuple[Link, ...]:
-        """Return the links, sorted by their ends, without pairs inside a host that are like its first pair."""
-        kept = (ends for ends, one in self.links.items() if not self._is_like_the_first(ends, one))
+        """Return the links, sorted by their ends, without pairs inside a host that are like its first pair.
+
+        Of an unfinished host, no pair is returned: a pair that is absent later counts as like the first.
+        """
+        kept = (ends for ends, one in self.links.items() if not self._is_left_out(ends, one))
         return tuple(self.links[ends] for ends in sorted(kept))
 
-    def _is_like_the_first(self, ends: Tuple[str, str], one: Link) -> bool:
+    def _is_left_out(self, ends: Tuple[str, str], one: Link) -> bool:
         host = self.inside.get(ends)
+        if {host, *ends} & self.unfinished and (host is not None or ends[0] == ends[1]):
+            return True
         first = None if host is None else self.links.get((host, host))
         if first is None:
             return False
@@ -121,7 +127,8 @@ def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
     if not plan:
         return
     survey.phase("Timing links", len(plan))
-    for pairs in plan:
+    for number, pairs in enumerate(plan):
+        measured.unfinished = {a.member.host for one in plan[number:] for a, b in one if a.member.host == b.member.host}
         measured.references_s.append(reference_s(repeats=1))
         between = [(a, b) for a, b in pairs if a.member.host != b.member.host]
         inside = [(a, b) for a, b in pairs if a.member.host == b.member.host]
@@ -129,6 +136,7 @@ def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
         _time_pairs(survey, [(b, a) for a, b in between], ends, measured)
         _both_at_once(survey, between, ends, measured)
         survey.step()
+    measured.unfinished = set()
     _retake(survey, plan, ends, measured)
 
 

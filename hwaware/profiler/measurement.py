@@ -21,7 +21,7 @@ from hwaware.profiler.policy import Policy
 from hwaware.profiler.progress import Progress
 from hwaware.profiler.selection import Selection
 from hwaware.profiler.survey import Survey
-from hwaware.profiler.symmetry import Copies, copy_links, representatives
+from hwaware.profiler.symmetry import copy_links, representatives, uncopied
 from hwaware.records import rebuilt
 from hwaware.reference_kernel import NAME, reference_s
 
@@ -136,12 +136,12 @@ class _Work:
         survey = self._survey
         present = [subject for subject in self._subjects if not survey.is_lost(subject.member)]
         ends, hosts = links.Ends(present), links.by_host(present)
-        copies: Copies = {}
-        plan = links.schedule(hosts, self._selection.wants_link)
-        if self._selection.symmetric:
-            plan, copies = representatives(plan, hosts)
-        links.measure(survey, plan, ends, self._links)
-        copy_links(copies, self._links)
+        left = links.schedule(hosts, self._selection.wants_link)
+        while left:
+            plan, copies = representatives(left, hosts) if self._selection.symmetric else (left, {})
+            links.measure(survey, plan, ends, self._links)
+            # Where a host is lost whose links stand for others, another pair is timed for these.
+            left = uncopied(left, copy_links(copies, self._links), survey.is_lost)
         if self._selection.is_all:
             known = {} if self._earlier is None else {(one.source, one.target): one for one in self._earlier.links}
             cards.measure(survey, hosts, ends, {**known, **self._links.links}, self._cards)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Mapping, Sequence, Tuple
+from typing import Callable, Dict, List, Mapping, Sequence, Tuple
 
 import msgspec
 
+from hwaware.profiler.crew import Member
 from hwaware.profiler.devices import Subject
 from hwaware.profiler.links import Measured, Pair
 
@@ -44,11 +45,27 @@ def representatives(
     return chosen, copies
 
 
-def copy_links(copies: Copies, measured: Measured) -> None:
-    """Copy the measured links to the unmeasured ones that they stand for. A copy's evidence names its original."""
+def copy_links(copies: Copies, measured: Measured) -> Copies:
+    """Copy the measured links to the unmeasured ones that they stand for; return the copies without an original.
+
+    A copy's evidence names its original.
+    """
     for ends, model in copies.items():
         for own, other in ((ends, model), (ends[::-1], model[::-1])):
             link = measured.links.get(other)
             if link is not None and own not in measured.links:
                 evidence = {"copied_from": list(other)}
                 measured.links[own] = msgspec.structs.replace(link, source=own[0], target=own[1], evidence=evidence)
+    return {ends: model for ends, model in copies.items() if model not in measured.links}
+
+
+def uncopied(plan: Sequence[Sequence[Pair]], copies: Copies, is_lost: Callable[[Member], bool]) -> List[List[Pair]]:
+    """Return the pairs of a plan that lack the original of their copy, and whose hosts still answer."""
+
+    def is_left(pair: Pair) -> bool:
+        hosts = pair[0].member.host, pair[1].member.host
+        is_copy = hosts in copies or hosts[::-1] in copies
+        return is_copy and not any(is_lost(subject.member) for subject in pair)
+
+    left = [[pair for pair in pairs if is_left(pair)] for pairs in plan]
+    return [pairs for pairs in left if pairs]

@@ -155,6 +155,38 @@ def test_what_time_ran_out_for_is_estimated_from_the_rest(no_timers, model, prof
     assert not any("an earlier start" in line for line in caplog.messages)
 
 
+def test_without_the_device_that_timed_all_layers_another_one_times_them(model, profile, monkeypatch):
+    """Else the layers that it alone timed have no times, and all layers no updates."""
+    from hwaware.calibration import layers
+    from hwaware.calibration.timing import Timed, Timing
+
+    asked = []
+
+    def timers(profile, devices, *_):
+        asked.append([device.id for device in devices])
+        return contextlib.nullcontext(lambda method: [True] * len(devices))
+
+    def timed(ask, programs, working_set_bytes, limit_s, counts, warned):
+        known = [[Timing((0.1, 0.1), 0.0)] * count + [None] * (len(programs) - count) for count in counts]
+        return Timed(known, [])
+
+    monkeypatch.setattr(layers, "timers", timers)
+    monkeypatch.setattr(layers, "timed", timed)
+    monkeypatch.setattr(layers, "_HEAVIEST", 1)
+    compiled(model, profile)
+    leader = asked[0][0]
+    assert len(asked[0]) == 3
+    compiled(model, profile)
+    assert len(asked) == 1
+    without, _ = compiled(model, profile, exclude=[leader])
+    assert asked[1:] == [asked[0][1:2]]  # the fastest of those that are left
+    for layer in without.layers:
+        (times,) = layer.measured.values()
+        assert (times["1,1"].forward_s, times["1,1"].update_s) == pytest.approx((0.1, 0.1))
+    compiled(model, profile, exclude=[leader])
+    assert len(asked) == 2
+
+
 def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(
     no_timers, model, profile, monkeypatch, caplog
 ):

@@ -99,6 +99,33 @@ def test_a_profile_that_cannot_be_used_is_one_message(folder):
     assert "Traceback" not in done.stderr
 
 
+def test_a_notebook_imports_alpa_again_once_the_profile_is_there(folder):
+    again = """
+    try:
+        import alpa
+    except SystemExit:
+        open("cluster.json", "w").close()
+    import alpa
+    print(alpa.enabled_with)
+    """
+    pretend = PRETEND.replace("import alpa\n", "open(profile).close()\n    import alpa\n").replace(
+        "def enable", "from hwaware.errors import RecordError\ndef enable"
+    )
+    pretend = pretend.replace(
+        "    open(profile).close()",
+        "    import os\n    if not os.path.exists(profile): raise RecordError('No file.', 'write it.')",
+    )
+    done = run(pretend + textwrap.dedent(again), folder, "cluster.json")
+    assert done.stdout == f"{folder / 'cluster.json'}\n", done.stderr
+    assert done.stderr.startswith("Error: No file. To fix: write it.")
+
+
+def test_processes_that_the_program_starts_elsewhere_read_the_same_file(folder):
+    child = "import subprocess, sys, os; os.chdir('/'); subprocess.run([sys.executable, '-c', %r])"
+    shown = run(child % "import os; print(os.environ['HWAWARE_PROFILE'])", folder, "cluster.json").stdout
+    assert shown == f"{folder / 'cluster.json'}\n"
+
+
 @pytest.mark.parametrize("is_needed", [True, False])
 def test_only_alpas_own_jaxlib_runs_without_hwaware(folder, is_needed):
     stock = f"import sys, types\njax = types.ModuleType('stock_jax'); jax.is_needed = lambda: {is_needed}\n"

@@ -343,4 +343,4 @@ def test_the_fastest_device_of_a_kind_that_has_started_times_all_layers():
         ([True, None, True, None], {"a:0", "d:0"}),
         ([None] * 4, {"b:0", "d:0"}),
     ):
-        assert _leaders(devices, has_started, "float32") == leaders
+        assert _leaders(devices, "float32", has_started) == leaders

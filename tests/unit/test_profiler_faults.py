@@ -20,6 +20,7 @@ from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.products import Products, Program, square
 from hwaware.profiler.progress import Lines, Silent
+from hwaware.profiler.selection import Selection
 
 LIMIT_S = 10.0
 POLICY = QUICK._replace(message_bytes=(1024, 65536), repeats=3, large_repeats=2, tiny_repeats=4)
@@ -207,6 +208,24 @@ def test_a_host_that_dies_or_hangs_is_named_and_the_rest_is_kept(alike, lossy, a
     assert own[0].only == ("h2",)
     assert crew.calls <= after + 2, "it is not asked again, save in the batch in which it was lost"
     assert ClusterProfile.from_json(found.to_json()) == found
+
+
+@pytest.mark.parametrize("lost", ["h1", "h2", "h4"])
+def test_another_pair_stands_for_alike_ones_where_the_first_is_lost(fakes, lost):
+    """A host dies when its first link is timed; one of these pairs stands for all fast ones."""
+
+    class Lossy(fakes.crew):
+        def outcome(self, one, limit_s):
+            if one.member.host == lost and one.method in ("answer", "time_messages"):
+                return fakes.died(one)
+            return super().outcome(one, limit_s)
+
+    kinds = {"h0": "fast", "h1": "fast", "h2": "fast", "h3": "fast", "h4": "slow"}
+    crew = Lossy([fakes.spec(host, 1e10, kind=kind) for host, kind in kinds.items()], bytes_per_s=lambda *_: 1e8)
+    found = measure(crew, QUICK, ["float32"], Silent(), Selection.of((), None, symmetric=True))
+    left = [host.name for host in found.hosts]
+    assert lost not in left
+    assert {(link.source, link.target) for link in found.links} == {(a, b) for a in left for b in left if a != b}
 
 
 def test_a_cluster_of_which_nothing_is_left(alike, fakes):

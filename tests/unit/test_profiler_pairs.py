@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from hwaware.cluster import ClusterProfile, LinkTable
-from hwaware.profiler import measure
+from hwaware.profiler import InterruptedMeasurement, measure
 from hwaware.profiler.partial import merge
 from hwaware.profiler.policy import QUICK
 from hwaware.profiler.progress import Silent
@@ -58,6 +58,27 @@ def test_hosts_declared_alike_still_measure_their_own_pairs(host):
     crew = host()
     found = measure(crew, QUICK, ["float32"], Silent(), Selection.of((), None, symmetric=True))
     assert found.links == measure(host(), QUICK, ["float32"], Silent()).links
+
+
+def test_pairs_that_an_interrupt_left_out_are_timed_by_the_next_run(host):
+    """A pair without a link of its own would count as like the first one."""
+    crew = host()
+    outcome, timed = crew.outcome, []
+
+    def interrupted(one, limit_s):
+        if one.method == "time_messages":
+            timed.append(one.result[0])
+            if len(timed) == 2:
+                raise KeyboardInterrupt
+        return outcome(one, limit_s)
+
+    crew.outcome = interrupted
+    with pytest.raises(InterruptedMeasurement) as caught:
+        measure(crew, QUICK, ["float32"], Silent())
+    part, again = caught.value.found, host()
+    assert part.links == ()
+    found = measure(again, QUICK, ["float32"], Silent(), Selection.of((), part), part)
+    assert rates(found) == rates(measure(host(), QUICK, ["float32"], Silent()))
 
 
 def test_like_pairs_share_one_link(host):
