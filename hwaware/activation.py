@@ -127,6 +127,18 @@ def _let_newest_decide() -> None:
     observing.set_default(newest.observer)
 
 
+@contextlib.contextmanager
+def unattended() -> Iterator[None]:
+    """Let programs that are compiled in the block neither survive nor adapt, whatever HWAWARE_SURVIVE says."""
+    with _lock:
+        rescue.set_default(None)
+        observing.set_default(None)
+        try:
+            yield
+        finally:
+            _let_newest_decide()
+
+
 def _survives(survive: Optional[bool], adapts: adapter.Settings) -> bool:
     """Return True if programs shall survive, which those need that adapt."""
     if adapts.adapt is True and survive is False:

@@ -6,6 +6,8 @@ import importlib.util
 import logging
 from typing import Callable, Optional, Sequence, Union
 
+import msgspec
+
 from hwaware import profiler, ray_cluster
 from hwaware.cluster import ClusterProfile, PartialProfile
 from hwaware.deprecation import keyword_only
@@ -104,4 +106,14 @@ def _with_runtime(found: ClusterProfile, address: str) -> ClusterProfile:
 
     install_runtime()
     with ray_cluster.connect(address):
-        return with_runtime(found, TrainingRun)
+        return on_present(found, lambda present: with_runtime(present, TrainingRun))
+
+
+def on_present(found: ClusterProfile, timed: Callable[[ClusterProfile], ClusterProfile]) -> ClusterProfile:
+    """Return the profile with the runtime's times on hosts that run; a resumed profile may have other hosts, too."""
+    running = {node.address for node in ray_cluster.nodes()}
+    present = timed(found.without(tuple(host.name for host in found.hosts if host.address not in running)))
+    names = ("pass_s", "sum_bytes_per_s")
+    times = {device.id: {name: getattr(device, name) for name in names} for device in present.devices}
+    devices = tuple(msgspec.structs.replace(device, **times.get(device.id, {})) for device in found.devices)
+    return msgspec.structs.replace(found, devices=devices, driver_s=present.driver_s)

@@ -59,7 +59,7 @@ class TrainingRun:
     ) -> None:
         import alpa
 
-        from hwaware.activation import HardwareAwareStageOption
+        from hwaware.activation import HardwareAwareStageOption, unattended
         from hwaware.patching import meshes, stage_option
 
         self.name = name
@@ -83,7 +83,8 @@ class TrainingRun:
         self._step = alpa.parallelize(train_step, method=method)
         self._state = model.initial_state(0)
         try:
-            self._executable = self._step.get_executable(self._state, self._model.batch(0, self._batch_size))
+            with unattended():  # copies of a state, or a move, would disturb what is timed
+                self._executable = self._step.get_executable(self._state, self._model.batch(0, self._batch_size))
         except BaseException:
             self.close()
             raise

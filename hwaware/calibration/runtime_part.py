@@ -75,8 +75,9 @@ def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
     found = with_passes(profile, start)
     try:
         return with_sums(found, start)
-    except HwawareError as error:
-        LOG.warning("The profile lacks the rates at which devices sum gradients: %s", error)
+    except Exception as error:  # noqa: BLE001  # whatever it is, the passes are timed
+        cause = str(error) if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"
+        LOG.warning("The profile lacks the rates at which devices sum gradients: %s", cause)
         return found
 
 

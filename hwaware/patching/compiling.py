@@ -42,8 +42,6 @@ _CALLED = ("standard", *JAX_PACKAGES, "numpy", "scipy", "numba", "pulp", "ray", 
 _OWN = ("alpa", "hwaware")
 # Attribute of Alpa's virtual meshes: the functions that have workers of their own there.
 _FUNCTIONS = "hwaware_functions"
-# The function by which FollowParallel finds placement specs if the program gives none.
-_ALPAS_SPECS = "FollowParallel.__init__.<locals>.default_get"
 LOG = logging.getLogger("hwaware")
 # Arguments of Alpa's compilation that belong to the method, and not to the call.
 _OF_METHOD = ("stage_option", "num_microbatch", "pipeline_schedule")
@@ -120,25 +118,32 @@ def on_workers_of(name: str) -> Callable[[Any], Callable[..., Any]]:
     return make
 
 
-def follow_parallel(original: Any) -> Callable[..., Any]:
-    """Wrap Alpa's FollowParallel: say why its own choice of placement specs cannot work, if a program gives none."""
+def follow_parallel(original: Any) -> Callable[..., None]:
+    """Wrap Alpa's FollowParallel: if a program gives no placement specs, say why Alpa's choice of them cannot work."""
 
     @functools.wraps(original)
-    def replacement(self: Any, *args: Any) -> Any:
-        executable = _compiled(self.src_func.get_last_executable())
-        if self.get_input_placement_specs.__qualname__ == _ALPAS_SPECS:
-            found = executable.get_input_placement_specs()
-            if len(found) != 2 or not hasattr(found[0], "params"):
-                kinds = ", ".join(type(one).__name__ for one in found)
-                raise UnusableInputError(
-                    f"The function that FollowParallel follows has the arguments ({kinds}), expected a state with "
-                    "`params`, and a batch.",
-                    "give FollowParallel a get_input_placement_specs that returns the specs of the new function's "
-                    "arguments. `step.get_last_executable().get_input_placement_specs()` has those of `step`.",
-                )
-        return original(self, *args)
+    def replacement(
+        self: Any, src_func: Any, num_micro_batches: Any = None, get_input_placement_specs: Any = None, *more: Any,
+        **named: Any,
+    ) -> None:  # fmt: skip
+        specs = get_input_placement_specs or (lambda: _specs_of_training(src_func))
+        original(self, src_func, num_micro_batches, specs, *more, **named)
 
     return replacement
+
+
+def _specs_of_training(function: Any) -> Any:
+    """Return what Alpa takes for the arguments of an evaluation: parameters and batch of a training step."""
+    found = _compiled(function.get_last_executable()).get_input_placement_specs()
+    if len(found) != 2 or not hasattr(found[0], "params"):
+        kinds = ", ".join(type(one).__name__ for one in found)
+        raise UnusableInputError(
+            f"The function that FollowParallel follows has the arguments ({kinds}), expected a state with `params`, "
+            "and a batch.",
+            "give FollowParallel a get_input_placement_specs that returns the specs of the new function's arguments. "
+            "`step.get_last_executable().get_input_placement_specs()` has those of `step`.",
+        )
+    return found[0].params, found[1]
 
 
 def _compiled(executable: Any) -> Any:

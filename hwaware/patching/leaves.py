@@ -435,7 +435,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "shard_each_stage": ("4901be7598c6e454", shard_each_stage),
         "compile_pipeshard_executable_internal": ("f83f3e1d807f4548", compile_pipeshard_executable_internal),
     },
-    "parallel_method": {"FollowParallel.compile_executable": ("7c44dfcfe0fda8c6", compiling.follow_parallel)},
+    "parallel_method": {"FollowParallel.__init__": ("6c0537606cb20bfe", compiling.follow_parallel)},
     "follow_parallel": {
         "compile_follow_parallel_executable": ("68dbaf6e45facccb", compiling.on_workers_of("src_func")),
     },

@@ -115,3 +115,19 @@ def test_alpas_own_mapping_is_alpas_own(profile, model):
     plan = alpa_plan(workload, profile, 8, ["here"])
     assert [stage.layers for stage in plan.stages] == [(0, 1), (2, 3), (4, 5)]
     assert [stage.devices for stage in plan.stages] == [("here:2",), ("here:1",), ("here:0",)]
+
+
+def test_what_a_benchmark_times_neither_survives_nor_adapts(model, profile):
+    """Whatever the environment says: copies of the state would take part of the steps."""
+    import hwaware
+    from hwaware.bench.training import TrainingRun
+    from hwaware.patching import observing, rescue
+
+    with hwaware.enabled(profile, survive=True, adapt="log"):
+        run = TrainingRun("hwaware", model, profile, 4, 4, 8)
+        try:
+            assert rescue.run_of(run._executable.mesh_group) is None
+            assert observing._adapter_of(run._executable) is None
+            assert rescue.current() is not None
+        finally:
+            run.close()

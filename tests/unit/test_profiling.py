@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -83,3 +84,20 @@ def test_a_profile_that_has_the_figures_is_not_measured_again(measured):
     said = []
     assert profiling.profile("h:1", runtime=False, say=said.append) is COMPLETE
     assert said == []
+
+
+def test_the_runtime_is_timed_on_hosts_that_run_and_others_keep_what_they_have(monkeypatch):
+    """After --resume with a new host while an earlier one is away."""
+    away = msgspec.structs.replace(PROFILE.devices[1], pass_s=0.5)
+    found = msgspec.structs.replace(cluster("abc", addresses={"a": "1", "b": "2", "c": "3"}), driver_s=0.2)
+    found = msgspec.structs.replace(found, devices=(found.devices[0], away, found.devices[2]))
+    monkeypatch.setattr(ray_cluster, "nodes", lambda: [SimpleNamespace(address=address) for address in "193"])
+
+    def timed(present):
+        assert [host.name for host in present.hosts] == ["a", "c"]
+        devices = [msgspec.structs.replace(one, pass_s=0.1, sum_bytes_per_s=1e8) for one in present.devices]
+        return msgspec.structs.replace(present, devices=tuple(devices), driver_s=0.3)
+
+    again = profiling.on_present(found, timed)
+    assert [(one.pass_s, one.sum_bytes_per_s) for one in again.devices] == [(0.1, 1e8), (0.5, None), (0.1, 1e8)]
+    assert (again.driver_s, again.links) == (0.3, found.links)
