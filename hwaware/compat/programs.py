@@ -23,7 +23,7 @@ except ImportError:  # Alpa's own JAX, 0.3.22
     from jax import core, linear_util
     from jax.interpreters import partial_eval
 
-Primitive, ShapedArray, JaxprEqn = core.Primitive, core.ShapedArray, core.JaxprEqn
+Primitive, ShapedArray, JaxprEqn, Tracer = core.Primitive, core.ShapedArray, core.JaxprEqn, core.Tracer
 # Newer JAX warns of a jaxpr that does not say where it comes from. If it defines
 # `initial_result_paths`, it takes None for unknown names.
 _WARNS = hasattr(linear_util, "_missing_debug_info")

@@ -48,7 +48,7 @@ class Reduction(NamedTuple):
 
     Attributes:
         source, target: The slots of this mesh's value and of the result.
-        operation: "add", "and" or "or".
+        operation: "add", "and", "or", "max" or "min".
         group: The name of the group of meshes; see `group_name`.
     """
 

@@ -83,11 +83,13 @@ class _Splitter:
         return [(equation, self._level[equation.outvars[0]]) for equation in found]
 
     def _levels(self) -> Dict[Any, int]:
-        """Return the number of reductions before each value."""
+        """Return the number of reductions before each value, on whichever mesh; so all meshes keep one order."""
         level: Dict[Any, int] = {}
         for equation in self._equations:
             before = max([level.get(variable, 0) for variable in variables(equation.invars)], default=0)
-            after = before + (equation.primitive.name == ALL_REDUCE)
+            after = before
+            if equation.primitive.name == ALL_REDUCE:
+                after = max(before + 1, equation.params.get("level", 0))
             level.update(dict.fromkeys(equation.outvars, after))
         return level
 

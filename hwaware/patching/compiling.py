@@ -5,13 +5,14 @@ Errors of the program's own code, of hwaware and of Ray pass unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
 import os
 import sysconfig
 import traceback
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError, UnusableInputError
@@ -58,10 +59,10 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
         stage_option.set_function(arguments["fun"])
         _require_method(arguments["pipeline_schedule"], arguments["num_microbatch"])
         stage_option.require_profile(arguments["stage_option"], arguments["virtual_mesh"])
-        _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
         places = stage_option.settings_of(arguments["stage_option"]) is not None
         try:
-            executable = original(*args, **kwargs)
+            with _named(arguments["in_tree"], arguments["out_tree_thunk"]):
+                executable = original(*args, **kwargs)
             if places:
                 _note_workers(executable.mesh_group, arguments)
             return executable
@@ -73,8 +74,6 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
                 raise
             name = getattr(arguments["fun"], "__name__", "the function")
             raise explained(error, frames, name) from error
-        finally:
-            _Context.trees = ()
 
     return replacement
 
@@ -194,6 +193,15 @@ class _Context:
     """Hold the trees of arguments and results of the function that is being compiled."""
 
     trees: Tuple[Any, ...] = ()
+
+
+@contextlib.contextmanager
+def _named(*trees: Any) -> Iterator[None]:
+    _Context.trees = trees
+    try:
+        yield
+    finally:
+        _Context.trees = ()
 
 
 def names_of_step() -> Names:

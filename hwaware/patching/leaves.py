@@ -16,7 +16,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 from hwaware import greeting
 from hwaware.compiler.layouts import Layout
 from hwaware.encryption import Encryption, Identity, new_identity
-from hwaware.errors import AlpaError
 from hwaware.patching import (
     batches,
     checkpoints,
@@ -35,6 +34,7 @@ from hwaware.patching import (
     resharding,
     scaling,
     steps,
+    update_sums,
 )
 from hwaware.patching.mechanism import Patch, PatchSet, Replacement, Target
 from hwaware.ray_cluster import end_actors, fetched
@@ -365,23 +365,6 @@ def _launched(virtual_meshes: Sequence[Any]) -> List[Any]:
     return [launched[number] for number in range(len(virtual_meshes))]
 
 
-def slice_apply_gradient(original: Any) -> Callable[..., Any]:
-    """Wrap Alpa's function without its division by a mesh's devices: here a mesh, not each device, adds one value."""
-
-    def replacement(*args: Any) -> Any:
-        *others, mesh_num_devices = args
-        ones = None if mesh_num_devices is None else [1] * len(mesh_num_devices)
-        try:
-            return original(*others, ones)
-        except NotImplementedError as error:
-            raise AlpaError(
-                f"The update combines values of different groups of stages, which Alpa 0.2.3 does not know. {error}",
-                "combine values of all stages (one global norm), or let each norm be of one stage's parameters.",
-            ) from error
-
-    return replacement
-
-
 def get_stage_send_vars(original: Any) -> Callable[..., Any]:
     """Wrap Alpa's function and repair its sort: 0.2.3 gives `sorted` a key of three arguments for tuples of three."""
 
@@ -490,7 +473,8 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     },
     "pipeline_parallel.apply_grad": {
         "process_apply_gradient": ("2d05a5ce04dca9ff", donation.process_apply_gradient),
-        "slice_apply_gradient": ("55c3a7bb9fa41f88", slice_apply_gradient),
+        "slice_apply_gradient": ("55c3a7bb9fa41f88", update_sums.slice_apply_gradient),
+        "ApplyGradRewriter.split_replicated_eqns": ("12f2512230a4618d", update_sums.split_replicated_eqns),
     },
     "pipeline_parallel.layer_stats": {
         "eqn_flops": ("870255b02a28996d", names.eqn_flops),

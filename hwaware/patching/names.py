@@ -23,9 +23,15 @@ def abstractify_with_aval(_original: Any) -> Callable[[Any], Any]:
     """Replace Alpa's function by JAX's own for all values. `ShapeDtypeStruct` has no names of dimensions any more."""
     from jax.api_util import shaped_abstractify
 
-    from hwaware.compat.programs import ShapedArray
+    from hwaware.compat.programs import ShapedArray, Tracer
 
     def replacement(value: Any) -> Any:
+        if isinstance(value, Tracer):
+            raise AlpaError(
+                "A parallelized function is called inside jax.jit or another transformation of JAX, which Alpa cannot "
+                "follow.",
+                "call it outside.",
+            )
         return value if isinstance(value, ShapedArray) else shaped_abstractify(value)
 
     return replacement

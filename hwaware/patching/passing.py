@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 import numpy
 
 from hwaware.compat.jaxprs import is_literal, renamed, variables
-from hwaware.errors import WorkerFailedError
+from hwaware.errors import HwawareError, WorkerFailedError
 from hwaware.patching import batches, failures, observing, rescue
+
+LOG = logging.getLogger("hwaware")
 
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
@@ -25,9 +28,15 @@ def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]
 
         try:
             closed_jaxpr, size = original(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             restore_random()
             restore_jaxarray()
+            if isinstance(error, (TypeError, ValueError)) and not isinstance(error, HwawareError) and args[2] > 1:
+                LOG.warning(
+                    "The step failed while Alpa traced it with one microbatch: Alpa cuts only the arguments that "
+                    "batch_argnums names, by default argument 1. If the error below is about sizes, let batch_argnums "
+                    "name all arguments with samples, counted from 0."
+                )
             raise
         return _copied(closed_jaxpr), size
 

@@ -145,7 +145,7 @@ def _adapt_alpa() -> None:
     from alpa.pipeline_parallel import primitive_def
 
     from hwaware.compat.lowering import register_lowering
-    from hwaware.compat.programs import ArrayImpl
+    from hwaware.compat.programs import ArrayImpl, primitive_batchers
 
     def shard(array: Any, *args: Any, **kwargs: Any) -> Any:
         # Alpa's own handler of device arrays compiles a slice for every shape; a view of the host's copy needs none.
@@ -154,3 +154,11 @@ def _adapt_alpa() -> None:
     device_mesh.shard_arg_handlers.setdefault(ArrayImpl, shard)
     device_mesh.shard_arg_handlers.setdefault(numpy.ndarray, device_mesh._shard_array)
     register_lowering(primitive_def.pipeline_p, lambda _, *args, **__: list(args))
+    primitive_batchers[primitive_def.pipeline_p] = _refuse_samples
+
+
+def _refuse_samples(*_: Any, **__: Any) -> None:
+    raise AlpaError(
+        "alpa.grad or a mark of Alpa's is inside jax.vmap, and Alpa computes no gradient for each sample.",
+        "take one gradient of the loss of all samples; jax.vmap may stand inside the loss.",
+    )

@@ -13,7 +13,9 @@ import numpy
 
 from hwaware.errors import MeasurementError
 
-_OPERATIONS: Dict[str, Any] = {"add": numpy.add, "and": numpy.bitwise_and, "or": numpy.bitwise_or}
+_OPERATIONS: Dict[str, Any] = {
+    "add": numpy.add, "and": numpy.bitwise_and, "or": numpy.bitwise_or, "max": numpy.maximum, "min": numpy.minimum,
+}  # fmt: skip
 
 
 class Reducer:

@@ -126,7 +126,15 @@ def bool_beside(params, batch):
     return updated(params, gradients), value, finite
 
 
+def of_each_sample(params, batch):
+    import alpa
+
+    each = jax.vmap(lambda x: alpa.grad(lambda p: jnp.sum((x @ p[0] @ p[1]) ** 2))(params))(batch["x"])
+    return updated(params, [jnp.mean(g, axis=0) for g in each])
+
+
 REFUSED = {
+    of_each_sample: r"inside jax\.vmap, and Alpa computes no gradient for each sample",
     of_two: "takes 2 gradients, but Alpa takes one",
     of_jax: r"no gradient by alpa\.grad .* schedule '1f1b'",
     without: r"no gradient by alpa\.grad .* pipeline_schedule=\"inference\"",
@@ -146,6 +154,31 @@ def test_a_step_that_alpa_cannot_cut_is_refused(step):
     with pytest.raises(AlpaError, match=rf"(?s){REFUSED[step]}") as caught:
         tidied(step)
     assert str(caught.value).count("To fix:") == 1
+
+
+def test_a_call_inside_a_transformation_of_jax_is_refused():
+    import alpa
+
+    from hwaware.errors import AlpaError
+
+    step = alpa.parallelize(of_two, method=alpa.PipeshardParallel(num_micro_batches=PARTS))
+    with pytest.raises(AlpaError, match=r"is called inside jax\.jit .* To fix: call it outside"):
+        jax.jit(step)(WEIGHTS, BATCH)
+
+
+def test_a_failure_with_a_part_of_the_batch_names_batch_argnums(caplog):
+    whole = jnp.ones((8, 4))  # such as targets that batch_argnums leaves out
+
+    def step(params, batch):
+        value, gradients = gradient(lambda p: jnp.mean((network(p, batch) - whole) ** 2), params)
+        return updated(params, gradients), value
+
+    traced(step, 1)
+    assert not caplog.messages
+    with pytest.raises(TypeError, match="shapes"):
+        traced(step, PARTS)
+    (line,) = caplog.messages
+    assert "let batch_argnums name all arguments with samples" in line
 
 
 def test_typed_keys_in_the_state_are_refused():
