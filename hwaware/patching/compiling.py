@@ -118,7 +118,7 @@ def on_workers_of(name: str) -> Callable[[Any], Callable[..., Any]]:
 
 
 def follow_parallel(original: Any) -> Callable[..., None]:
-    """Wrap Alpa's FollowParallel: if a program gives no placement specs, say why Alpa's choice of them cannot work."""
+    """Wrap Alpa's FollowParallel: say why Alpa's own placement specs cannot work, if a program gives none."""
 
     @functools.wraps(original)
     def replacement(

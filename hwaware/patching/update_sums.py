@@ -1,8 +1,8 @@
 """Divide sums of an update over the meshes: each mesh adds its own values, and all meshes combine these.
 
-Alpa's `ApplyGradRewriter` does so for a chain of additions whose values lie on one mesh each. It stops at a chain that
-begins on a later mesh, at two chains of different meshes, and at values that are inputs or lie on all meshes. Such are
-the norm of clipped updates, or a norm of some stages' gradients.
+Alpa's `ApplyGradRewriter` does so for a chain of additions whose values lie on one mesh each. It stops at chains that
+begin on a later mesh, and at two chains of different meshes. It also stops at inputs, and at values on all meshes. So
+it does not know the norm of clipped updates, or a norm of some stages' gradients.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def with_all_reduces(
 ) -> Any:
     """Return an update in which all meshes combine each scalar sum of values that lie on several meshes.
 
-    A mesh without values gives a neutral one. So all meshes take part in the same all-reduces in the same order, and
-    nobody waits for a mesh that waits elsewhere.
+    A mesh without values gives a neutral one. So all meshes take part in the same all-reduces, in the same order. No
+    mesh waits for one that waits elsewhere.
 
     Args:
         update: The program of the update.
@@ -150,7 +150,7 @@ def _settled(
     while True:
         meshes = dict(placed)
         for place, equation in enumerate(update.eqns):
-            found = _union(equation.invars, meshes)
+            found = frozenset(_union(equation.invars, meshes))
             if place in trees and len(_union(trees[place].leaves, meshes)) > 1:
                 found = _ANYWHERE  # all meshes get the result
             meshes.update({variable: found for variable in equation.outvars if found})
