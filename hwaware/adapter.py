@@ -150,9 +150,7 @@ class Adapter:
 
     def _whole(self, group: Any) -> ClusterProfile:
         """Return the profile of the cluster, with the hosts that have joined."""
-        run = rescue.run_of(group)
-        recipe = None if run is None else run.calls.recipe()
-        return self._made.placement.profile if recipe is None else recipe.profile
+        return meshes.whole(self._made.placement.profile, group.parent)
 
     def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
         """Search beside the training, which goes on meanwhile."""

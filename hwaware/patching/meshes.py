@@ -14,6 +14,8 @@ from hwaware.plans import Plan, Replica, Stage
 
 # Attribute of Alpa's meshes: the hardware identities of each host's devices.
 _UUIDS = "hwaware_uuids"
+# Attribute of Alpa's meshes: the profile of the cluster, once a host has joined.
+_GROWN = "hwaware_grown"
 
 
 def mesh_places(virtual_mesh: Any) -> Dict[DevicePlace, int]:
@@ -33,6 +35,25 @@ def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
     """
     gone = absent(profile, mesh_places(virtual_mesh))
     return profile.without(gone) if gone else profile
+
+
+def grow(virtual_mesh: Any, info: Any, devices: int, profile: ClusterProfile) -> None:
+    """Add a host to an Alpa mesh, in place, for all functions that use the mesh.
+
+    Args:
+        virtual_mesh: The mesh, which does not have the host.
+        info: Ray's description of the host.
+        devices: The number of its devices.
+        profile: The profile of the cluster with the host.
+    """
+    setattr(virtual_mesh, _GROWN, profile)  # first: other threads find no host that the profile lacks
+    unequal.grow(virtual_mesh, info, devices)
+
+
+def whole(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
+    """Return the profile of an Alpa mesh's cluster: the given one, or the one with the hosts that have joined."""
+    found: ClusterProfile = getattr(virtual_mesh, _GROWN, profile)
+    return found
 
 
 def slice_mesh(virtual_mesh: Any, plan: Plan, profile: ClusterProfile) -> List[Any]:

@@ -115,13 +115,11 @@ class Known(NamedTuple):
         workload: The program's layers with their times.
         sources: The sources of the programs that hwaware timed.
         plan: The plan to use; None to search for one.
-        profile: The cluster with the hosts that have joined since.
     """
 
     workload: Workload
     sources: Sequence[LayerSource]
     plan: Optional[Plan]
-    profile: ClusterProfile
 
 
 class _Default:
@@ -236,8 +234,9 @@ def require_profile(stage_option: Any, virtual_mesh: Any) -> None:
     """Refuse the profile of another cluster before Alpa traces the program for long."""
     settings = settings_of(stage_option)
     if settings is not None and _Default.known is None:
-        meshes.restrict(settings.profile, virtual_mesh)
-        require_same_kinds(remaining(settings.profile, settings.exclude), virtual_mesh.host_info)
+        profile = meshes.whole(settings.profile, virtual_mesh)
+        meshes.restrict(profile, virtual_mesh)
+        require_same_kinds(remaining(profile, settings.exclude), virtual_mesh.host_info)
 
 
 def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -277,7 +276,7 @@ def _regrouped(original: Callable[..., Any], settings: PlacementSettings, argume
     stages, stage_to_mesh, sliced, option = result = original(**arguments)
     virtual_mesh = arguments["virtual_mesh"]
     try:
-        whole = settings.profile
+        whole = meshes.whole(settings.profile, virtual_mesh)
         profile = meshes.restrict(whole, virtual_mesh)
         workload = _traced(arguments)
         schedule = schedule_of(arguments["pipeline_schedule"])
@@ -300,12 +299,12 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     """Return the stages and meshes of a plan in the form that Alpa expects."""
     virtual_mesh = arguments["virtual_mesh"]
     known = _Default.known
-    whole = settings.profile if known is None else known.profile
+    whole = meshes.whole(settings.profile, virtual_mesh)
     profile = meshes.restrict(whole, virtual_mesh)
     if known is not None:
         workload, sources, given_plan = known.workload, known.sources, known.plan
     else:
-        (workload, sources), given_plan = _calibrated(settings, profile, arguments), settings.plan
+        (workload, sources), given_plan = _calibrated(settings, whole, profile, arguments), settings.plan
     if given_plan is not None:
         plan = _checked_plan(given_plan, workload, arguments["num_micro_batches"])
     else:
@@ -347,11 +346,11 @@ def searched(
 
 
 def _calibrated(
-    settings: PlacementSettings, profile: ClusterProfile, arguments: Dict[str, Any]
+    settings: PlacementSettings, whole: ClusterProfile, profile: ClusterProfile, arguments: Dict[str, Any]
 ) -> Tuple[Workload, Sequence[LayerSource]]:
     """Return Alpa's layers with the times that the settings ask for, and the sources of the programs timed.
 
-    hwaware does not time devices of the settings' profile that the running cluster lacks.
+    hwaware does not time devices of the whole profile that the running cluster lacks.
     """
     _Default.calibration_s = 0.0
     workload = _traced(arguments)
@@ -363,8 +362,8 @@ def _calibrated(
     begin_s = time.monotonic()
     sources = layer_sources(arguments, workload.microbatch_size)
     present = {device.id for device in profile.devices}
-    gone = [device.id for device in settings.profile.devices if device.id not in present]
-    given = (workload, sources, settings.profile, (*settings.exclude, *gone))
+    gone = [device.id for device in whole.devices if device.id not in present]
+    given = (workload, sources, whole, (*settings.exclude, *gone))
     if settings.costs == "measured":
         found = layer_times.measured(*given)
     else:

@@ -24,7 +24,7 @@ from hwaware.calibration import layers as layer_times
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, UnusableInputError, WorkerFailedError
 from hwaware.history import HistoryEvent
-from hwaware.patching import choosing, meshes, rescue, reservation, stage_option, unequal
+from hwaware.patching import choosing, meshes, rescue, reservation, stage_option
 from hwaware.plans import Plan
 from hwaware.profiler import beside
 from hwaware.profiler.summary import host_names
@@ -191,11 +191,12 @@ class Joining:
         virtual_mesh = run.calls.group.parent
         if address in _addresses(virtual_mesh):
             return
-        unequal.grow(virtual_mesh, joiner.info, joiner.node.num_gpus)
+        meshes.grow(virtual_mesh, joiner.info, joiner.node.num_gpus, joiner.profile)
         for executable in run.calls.executables:
-            recipes.learn(executable, joiner.profile, joiner.workload)
+            recipes.learn(executable, joiner.workload)
         names = {joiner.name, address, *(one.id for one in joiner.profile.devices if one.host == joiner.name)}
-        run.takes_back(address, names)
+        for each in [one for one in rescue.seen if one.calls.group.parent is virtual_mesh and not one.is_closed]:
+            each.takes_back(address, names)
         devices = [device.kind for device in joiner.profile.devices if device.host == joiner.name]
         what = f"host {joiner.name} has joined, with {' and '.join(devices)}"
         self._note(HistoryEvent(kind="joined", call=0, what=what, numbers=joiner.numbers))

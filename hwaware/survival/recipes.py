@@ -30,7 +30,6 @@ class Recipe(NamedTuple):
         settings: Settings of its placement.
         workload, sources: Its layers with their times, and the sources of the programs that hwaware timed.
         plan: The newest plan.
-        profile: The profile of the cluster, with the hosts that have joined.
         compile_s: Time that the driver took the first time.
     """
 
@@ -40,8 +39,12 @@ class Recipe(NamedTuple):
     workload: Workload
     sources: Sequence[LayerSource]
     plan: Plan
-    profile: ClusterProfile
     compile_s: float
+
+    @property
+    def profile(self) -> ClusterProfile:
+        """Return the profile of the cluster, with the hosts that have joined."""
+        return meshes.whole(self.settings.profile, self.arguments["virtual_mesh"])
 
     @property
     def trains(self) -> bool:
@@ -92,23 +95,16 @@ def remember(compiled: Any, arguments: Dict[str, Any], config: Any, took_s: floa
     workload, plan, recipe = stage_option.last_workload(), stage_option.last_plan(), None
     if chosen is not None and workload is not None and plan is not None:
         sources = stage_option.last_layer_sources()
-        recipe = Recipe(compiled, dict(arguments), chosen, workload, sources, plan, chosen.profile, took_s)
+        recipe = Recipe(compiled, dict(arguments), chosen, workload, sources, plan, took_s)
     setattr(config.outs_handler, _RECIPE, recipe)
 
 
-def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
-    """Remember that a function's cluster has grown.
-
-    Args:
-        executable: Alpa's executable of the function.
-        profile: Profile of the larger cluster.
-        workload: Layers with times for its new devices; a function with other layers keeps its own.
-    """
+def learn(executable: Any, workload: Workload) -> None:
+    """Remember layers with times for new devices; a function with other layers keeps its own."""
     recipe = of(executable)
-    if recipe is None:
-        return
-    is_same = [layer.name for layer in workload.layers] == [layer.name for layer in recipe.workload.layers]
-    put(executable, recipe._replace(profile=profile, workload=workload if is_same else recipe.workload))
+    names = [layer.name for layer in workload.layers]
+    if recipe is not None and [layer.name for layer in recipe.workload.layers] == names:
+        put(executable, recipe._replace(workload=workload))
 
 
 def compile_executable(original: Any) -> Callable[..., Any]:
@@ -178,7 +174,7 @@ def compile_again(
     plans = [plan, recipe.plan, otherwise]
     fitting = (one for one in plans if one is not None and fits(recipe, one))
     possible = (one for one in fitting if _is_possible(one, virtual_mesh, recipe.profile))
-    known = stage_option.Known(recipe.workload, recipe.sources, next(possible, None), recipe.profile)
+    known = stage_option.Known(recipe.workload, recipe.sources, next(possible, None))
     with stage_option.placed_again(known), _timers_stopped():
         config = recipe.compiled(recipe.arguments)
     found = stage_option.last_plan()

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from types import SimpleNamespace
 from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from builders import cluster, plan, stage
+from builders import cluster, device, plan, stage
 from flax import linen as nn
 
 import hwaware
@@ -425,6 +426,43 @@ def test_an_evaluation_survives_beside_its_training(four):
                 float(loss._value)
                 answers = ray.get([vault.drain.remote(what) for vault in vaults], timeout=LIMIT_S)
         assert all(answer.what == f"The training no longer uses {what}." for answer in answers)
+        for run in runs:
+            run.calls.group.shutdown()
+
+
+def test_other_functions_go_on_after_a_host_has_joined(four, monkeypatch):
+    """One of them leaves a device, and another one is compiled for a smaller batch; the late host is too small."""
+    import alpa
+
+    from hwaware.patching import meshes
+    from hwaware.ray_cluster import Node
+    from hwaware.survival import copying, draining, joining
+
+    monkeypatch.setattr(copying, "idle_buddy", lambda *_: [])  # no vault starts on the late host, which is none
+    address = "10.255.255.1"
+    addresses = {"here": four.hosts[0].address, "late": address}
+    grown = cluster((*four.devices, device("late:0", memory_bytes=1)), addresses=addresses)
+    info, node = {"NodeManagerAddress": address}, Node("late", address, "late", {"GPU": 1.0}, 1)
+    mesh = meshes.cluster_mesh(meshes.device_counts(four))
+    with running(four, True, None) as method, running(four, True, None, pipeline_schedule="inference") as inference:
+        method.devices = inference.devices = mesh
+        function, state = made_of(Mlp(), adam())
+        step = alpa.parallelize(function, method=method)
+        evaluate = alpa.parallelize(Mlp().apply, method=inference, donate_argnums=())
+        state, _ = step(state, batch_of(0))
+        evaluate(state["params"], batch_of(0)["x"])
+        runs = [rescue_of(each.get_last_executable().mesh_group) for each in (step, evaluate)]
+        runs[1].recovery.left_out.add((address, 0))  # as it has left the host before
+        join = joining.Joining(runs[0], None)
+        join.follower = SimpleNamespace(grown=lambda *_: None)
+        workload = runs[0].calls.recipe().workload
+        join._take_in(joining._Joiner("late", node, info, grown, workload, {}))
+        assert hwaware.last_profile() == grown
+        assert np.isfinite(np.asarray(evaluate(state["params"], batch_of(0)["x"][:16])._value)).all()
+        runs.append(rescue_of(evaluate.get_last_executable().mesh_group))
+        assert runs[2].calls.recipe().profile == grown
+        assert draining.drain(runs[1], "here:0").done
+        assert runs[1].recovery.left_out == {(addresses["here"], 0)}
         for run in runs:
             run.calls.group.shutdown()
 
