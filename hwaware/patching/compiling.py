@@ -16,7 +16,7 @@ from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError, UnusableInputError
-from hwaware.patching import failures, stage_option
+from hwaware.patching import failures, rescue, stage_option
 from hwaware.patching.refusals import Names
 
 # Function of Alpa -> words for what Alpa does in it. The one that was called last decides.
@@ -63,6 +63,7 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
         try:
             with _named(arguments["in_tree"], arguments["out_tree_thunk"]):
                 executable = original(*args, **kwargs)
+            rescue.compiled(executable)
             if places:
                 _note_workers(executable.mesh_group, arguments)
             return executable

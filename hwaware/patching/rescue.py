@@ -49,6 +49,13 @@ def run_of(mesh: Any) -> Optional[Any]:
     return vars(mesh).get(_RUN)
 
 
+def compiled(executable: Any) -> None:
+    """Tell the run of a compiled function about the function: a loss may come before its first call."""
+    run = run_of(executable.mesh_group)
+    if run is not None:
+        run.calls.executables.add(executable)
+
+
 def now(mesh: Any) -> Any:
     """Return a mesh, or the group of its run if a recovery has replaced the mesh."""
     run = run_of(mesh)

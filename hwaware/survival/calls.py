@@ -68,7 +68,7 @@ class Calls:
         self._avals: Dict[Name, Any] = {}
 
     def recipe(self) -> Optional[recipes.Recipe]:
-        """Return the recipe of the program's compilation; None before its first call."""
+        """Return the recipe of the program's compilation; None before it."""
         return next(filter(None, map(recipes.of, self.executables)), None)
 
     def begin(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Tuple[Call, bool]:

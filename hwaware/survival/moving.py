@@ -34,11 +34,11 @@ def recipe_of(run: Run) -> recipes.Recipe:
     """Return layers, plan and profile of a training.
 
     Raises:
-        UnusableInputError: It has not made a call yet.
+        UnusableInputError: It is not compiled yet.
     """
     recipe = run.calls.recipe()
     if recipe is None:
-        raise UnusableInputError("The training has made no call yet.", "move it after its first step.")
+        raise UnusableInputError("The training is not compiled yet.", "move it after its first step.")
     return recipe
 
 
@@ -55,7 +55,7 @@ def move_to(plan: Plan, reason: str) -> HistoryEvent:
     Raises:
         HwawareError: A call is being made.
         PlanError: The plan does not fit; nothing has changed.
-        UnusableInputError: No training survives, or it has made no call yet.
+        UnusableInputError: No training survives, or it is not compiled yet.
         WorkerFailedError: The program cannot go on.
 
     Example:

@@ -9,7 +9,7 @@ from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
 from hwaware.device_places import device_places
 from hwaware.errors import AlpaError
-from hwaware.patching import meshes, rescue, stage_option
+from hwaware.patching import meshes, stage_option
 from hwaware.plans import Plan
 from hwaware.runtime import settings as runtime
 from hwaware.workload import Workload
@@ -123,10 +123,6 @@ def compile_executable(original: Any) -> Callable[..., Any]:
 
         executable = compile_now()
         setattr(executable, _FOLLOW, compile_now)
-        run = rescue.run_of(executable.mesh_group)
-        if run is not None:  # a loss may come before the first call of the function that it follows
-            followed = self.train_step if hasattr(self, "train_step") else self.src_func
-            run.calls.executables.add(followed.get_last_executable())
         return executable
 
     return replacement

@@ -246,7 +246,7 @@ class Recovery:
             if recipe is not None:
                 plan = recipes.compile_again(executable, recipe, virtual_mesh, wanted, self._otherwise)
         if plan is None:
-            raise HwawareError("The program was interrupted before its first call.", messages.START_AGAIN)
+            raise HwawareError("The program was interrupted before it was compiled.", messages.START_AGAIN)
         clock.ends("instruct")
         for actor in self.idle.values():
             ray.kill(actor)

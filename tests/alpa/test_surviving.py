@@ -158,7 +158,7 @@ def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplo
         training.train(number)
         float(training.losses[-1]._value)
     assert training.result() == undisturbed
-    wait_until(training, lambda: len(training.run.history().events) == 2)  # a busy Ray tells late
+    wait_until(lambda: len(training.run.history().events) == 2, training.run._look)  # a busy Ray tells late
     events = training.run.history().events
     assert [event.kind for event in events] == ["recovered", "vault"]
     assert "the program goes on with layers" in caplog.text
@@ -279,16 +279,16 @@ def test_a_training_leaves_devices(start, undisturbed, tmp_path, monkeypatch):
     train_all(training, range(2))
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(CliRunner().invoke, main, ["drain", "here:1", "--json"])
-        wait_until(training, lambda: training.run.vaults.asked)
+        wait_until(lambda: training.run.vaults.asked, training.run._look)
         training.train(2)
         done = asked.result(LIMIT_S)
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["trainings"][0]["what"].startswith("The training no longer uses here:1.")
         assert not [stage for stage in hwaware.last_plan().stages if "here:1" in stage.devices]
         asked = pool.submit(CliRunner().invoke, main, ["drain", "elsewhere"])
-        wait_until(training, lambda: "elsewhere" in training.run.vaults.asked)
+        wait_until(lambda: "elsewhere" in training.run.vaults.asked, training.run._look)
         notice.touch()
-        wait_until(training, lambda: len(training.run.vaults.asked) == 2)
+        wait_until(lambda: len(training.run.vaults.asked) == 2, training.run._look)
         training.train(3)
         refused = asked.result(LIMIT_S)
     assert (refused.exit_code, "No training knows a host or device 'elsewhere'" in refused.output) == (2, True)
@@ -319,6 +319,7 @@ def test_a_restored_state_survives_at_once(start, undisturbed, tmp_path, trained
     training.state, step = hwaware.restore_newest(tmp_path, training.step, training.state, batch)
     assert step == 2
     training.kill(0)
+    wait_until(lambda: any(one.lifeline.is_lost() for one in training.run.recovery.watch.members))
     train_all(training, range(2, STEPS))
     losses, digest = training.result()
     assert (losses, digest) == (undisturbed[0][2:], undisturbed[1])
@@ -326,12 +327,12 @@ def test_a_restored_state_survives_at_once(start, undisturbed, tmp_path, trained
     assert not [event for event in training.run.history().events if event.kind == "disk"]
 
 
-def wait_until(training, check):
-    """Look for news of the vaults until a check holds."""
+def wait_until(check, look=lambda: None):
+    """Wait until a check holds."""
     end_s = time.monotonic() + LIMIT_S
     while not check():
         assert time.monotonic() < end_s
-        training.run._look()
+        look()
         time.sleep(0.02)
 
 
@@ -377,7 +378,7 @@ def test_the_check_finds_what_is_broken(start, undisturbed, monkeypatch, fault):
 def wait_for_point(training, number):
     """Wait until a call's point is committed."""
     copies = training.run.copies
-    wait_until(training, lambda: copies.committed is not None and copies.committed.number >= number)
+    wait_until(lambda: copies.committed is not None and copies.committed.number >= number, training.run._look)
 
 
 @pytest.mark.thorough
