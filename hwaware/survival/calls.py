@@ -51,6 +51,7 @@ class Calls:
         group: Alpa's launched group of meshes, as it is now.
         number: Number of the newest call.
         log: The calls that may have to be made again.
+        pending: The call that is being launched, if any: a launch that fails late has taken its arguments.
         executables: The compiled functions.
         functions: Number of a call -> its function, while the program has a result of the call.
     """
@@ -59,6 +60,7 @@ class Calls:
         self.group: Any = None
         self.number = 0
         self.log: List[Call] = []
+        self.pending: List[Call] = []
         self.executables: Any = weakref.WeakSet()
         self.functions: Dict[int, Any] = {}
         self._launch: Any = None
@@ -140,7 +142,7 @@ class Calls:
 
     def live(self) -> Dict[Name, Any]:
         """Return the arrays that the program holds and that no call has taken."""
-        found, read = {}, _read(self.log)
+        found, read = {}, _read([*self.log, *self.pending])
         for name, reference in list(self._made.items()):
             array = reference()
             if array is None:
@@ -156,7 +158,7 @@ class Calls:
 
     def needed(self, point: Point) -> Set[Name]:
         """Return the arrays that a point has to give: those that repeated calls read, and those of the program."""
-        read = _read([call for call in self.log if call.number > point.number])
+        read = _read([call for call in [*self.log, *self.pending] if call.number > point.number])
         return {name for name in read | set(self.live()) if name[0] <= point.number}
 
     def spec(self, name: Name) -> Any:

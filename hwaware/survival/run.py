@@ -12,7 +12,7 @@ from hwaware.history import History, HistoryEvent
 from hwaware.patching import failures, rescue
 from hwaware.plans import Plan
 from hwaware.survival import messages, recipes, reserving, returning
-from hwaware.survival.calls import Calls, Named, name_of
+from hwaware.survival.calls import Call, Calls, Named, name_of
 from hwaware.survival.copying import Copies
 from hwaware.survival.recovering import Recovered, Recovery
 from hwaware.survival.vault import Drained
@@ -145,20 +145,11 @@ class Run:
             self.copies.copy_again()
         for act in list(self.at_boundary):
             act(self)
-        given = list(args)
-        while True:
-            try:
-                self.is_calling = True
-                with rescue.in_charge(self._rescuer):  # a function that follows another one may be compiled again
-                    outs = self.calls.launched(executable, given)
-                break
-            except Interrupted as error:
-                self.is_calling = False
-                self.recover(error)
-                # Arguments donated to the interrupted launch are gone; their copies are not.
-                given = [arg if isinstance(kept, Named) else kept for arg, kept in zip(args, call.arguments)]
-            finally:
-                self.is_calling = False
+        self.calls.pending = [call]
+        try:
+            outs = self._launched(call, args)
+        finally:
+            self.calls.pending = []
         self.calls.note(call, outs)
         self.called = executable
         if recipes.creates(executable):  # Alpa goes on with these meshes, and would not see that others replace them
@@ -170,6 +161,22 @@ class Run:
             self._planned = self.calls.group
             self.recovery.beforehand.look(recipe, self.calls.group.parent)
         return outs
+
+    def _launched(self, call: Call, args: Sequence[Any]) -> Any:
+        """Launch a call, again after each loss, and return its outputs."""
+        given = list(args)
+        while True:
+            try:
+                self.is_calling = True
+                with rescue.in_charge(self._rescuer):  # a function that follows another one may be compiled again
+                    return self.calls.launched(call.executable, given)
+            except Interrupted as error:
+                self.is_calling = False
+                self.recover(error)
+                # Arguments donated to the interrupted launch are gone; their copies are not.
+                given = [arg if isinstance(kept, Named) else kept for arg, kept in zip(args, call.arguments)]
+            finally:
+                self.is_calling = False
 
     def _look(self) -> None:
         self.recovery.watch.raise_lost()

@@ -327,6 +327,21 @@ def test_a_restored_state_survives_at_once(start, undisturbed, tmp_path, trained
     assert not [event for event in training.run.history().events if event.kind == "disk"]
 
 
+def test_a_program_that_looks_after_each_step_survives(start, undisturbed, monkeypatch):
+    """At the loss, Alpa has marked the donated state as deleted, which no call has made since the newest point."""
+    import ray
+    from alpa.global_env import global_config
+
+    monkeypatch.setattr(global_config, "pipeline_check_alive", True)
+    training = start()
+    train_all(training, range(3))
+    wait_for_point(training, 3)
+    ray.get(training.workers[1].die_at.remote("run", 6), timeout=LIMIT_S)
+    train_all(training, range(3, STEPS))
+    assert training.result() == undisturbed
+    assert [event.made_again for event in recoveries(training)] == [0]
+
+
 def wait_until(check, look=lambda: None):
     """Wait until a check holds."""
     end_s = time.monotonic() + LIMIT_S
