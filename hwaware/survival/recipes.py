@@ -121,8 +121,17 @@ def compile_executable(original: Any) -> Callable[..., Any]:
             finally:
                 _following.pop()
 
-        executable = compile_now()
-        setattr(executable, _FOLLOW, compile_now)
+        executable, followed = compile_now(), self.train_step if hasattr(self, "train_step") else self.src_func
+        source = followed.get_last_executable()
+
+        def compile_again() -> Any:
+            newest, followed.last_executable = followed.last_executable, source  # of a smaller batch, by now
+            try:
+                return compile_now()
+            finally:
+                followed.last_executable = newest
+
+        setattr(executable, _FOLLOW, compile_again)
         return executable
 
     return replacement
@@ -141,10 +150,10 @@ def creates(executable: Any) -> bool:
 def follow(executable: Any, group: Any) -> None:
     """Compile a function again that follows another one, if that one has gone to another group of meshes."""
     if executable.mesh_group is not group and follows(executable):
-        compile_now = vars(executable)[_FOLLOW]
-        new = compile_now()
+        compile_again = vars(executable)[_FOLLOW]
+        new = compile_again()
         # The other object takes the old state with it, and deletes nothing of the new one.
-        executable.__dict__, new.__dict__ = {**vars(new), _FOLLOW: compile_now}, vars(executable)
+        executable.__dict__, new.__dict__ = {**vars(new), _FOLLOW: compile_again}, vars(executable)
 
 
 def fits(recipe: Recipe, plan: Plan) -> bool:

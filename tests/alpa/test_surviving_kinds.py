@@ -369,6 +369,35 @@ def test_state_is_created_and_another_function_follows(four):
     assert len(recoveries()) == 3
 
 
+def test_a_function_that_follows_stays_with_its_workers(four):
+    """The newest workers of the function that it follows are those of a smaller last batch."""
+    import alpa
+
+    with running(four, True) as method:
+        function, state = made_of(Mlp(), adam())
+        step = alpa.parallelize(function, method=method)
+        state, _ = step(state, batch_of(0))
+
+        def specs():
+            inputs = step.get_last_executable().get_input_placement_specs()
+            return inputs[0]["params"], inputs[1]["x"]
+
+        follow = alpa.FollowParallel(step, MICROBATCHES, specs)
+        evaluate = alpa.parallelize(Mlp().apply, method=follow, donate_argnums=())
+        calm = np.asarray(evaluate(state["params"], batch_of(9)["x"])._value)
+        runs = [rescue_of(evaluate.get_last_executable().mesh_group)]
+        params = jax.tree_util.tree_map(lambda leaf: np.asarray(leaf._value), state["params"])
+        state, _ = step(state, {name: rows[:16] for name, rows in batch_of(1).items()})
+        runs.append(rescue_of(step.get_last_executable().mesh_group))
+        kill_in_next_call(evaluate, 0, 1)
+        for _ in range(2):  # a call may return before its worker is lost
+            np.testing.assert_array_equal(evaluate(params, batch_of(9)["x"])._value, calm)
+        assert [len(run.copies.events) for run in runs] == [1, 0]
+        assert rescue_of(evaluate.get_last_executable().mesh_group) is runs[0]
+        for run in runs:
+            run.calls.group.shutdown()
+
+
 @pytest.mark.thorough
 def test_an_evaluation_with_workers_of_its_own(four):
     """Both functions have the same devices; each loses a worker."""
