@@ -250,6 +250,7 @@ class Recovery:
         clock.ends("instruct")
         for actor in self.idle.values():
             ray.kill(actor)
+            self._gone.add(actor._actor_id)
         self.idle = {}
         failures.ask_all(self._calls.group, "sync", "Compiling")
         clock.ends("compile")

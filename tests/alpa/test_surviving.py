@@ -237,19 +237,21 @@ def _index_of(training, device):
     return [mesh.devices for mesh in training.executable.mesh_group.meshes].index([[device]])
 
 
+def plan(**layers):
+    from hwaware.plans import Plan, Replica, Stage
+
+    stages = tuple(
+        Stage(layers=cut, replicas=(Replica(devices=(f"here:{name[1:]}",)),)) for name, cut in layers.items()
+    )
+    return Plan(num_microbatches=4, stages=stages)
+
+
 def test_a_training_moves_to_other_plans(start, undisturbed):
     """The second plan has another device for one stage alone; the third is the second."""
     from jax.tree_util import tree_leaves
 
     from hwaware.errors import PlanError
-    from hwaware.plans import Plan, Replica, Stage
     from hwaware.survival.moving import move_to, recipe_of
-
-    def plan(**layers):
-        stages = tuple(
-            Stage(layers=cut, replicas=(Replica(devices=(f"here:{name[1:]}",)),)) for name, cut in layers.items()
-        )
-        return Plan(num_microbatches=4, stages=stages)
 
     training = start()
     plans = [plan(d0=(0, 1), d1=(2, 3)), plan(d0=(0, 1), d2=(2, 3)), plan(d0=(0, 1), d2=(2, 3))]
@@ -269,6 +271,32 @@ def test_a_training_moves_to_other_plans(start, undisturbed):
     assert 0 < moved[1] < 0.8 * state_bytes
     assert moved[2] == 0
     assert list(event.phases) == ["copy", "agree", "place", "start", "instruct", "compile", "move", "replay"]
+
+
+def test_a_training_goes_back_from_a_plan_that_it_cannot_take_up(start, undisturbed, own_workers, monkeypatch, caplog):
+    """Nothing is lost: hwaware itself has ended the worker that the other plan leaves idle."""
+    from hwaware.errors import MeasurementError
+    from hwaware.survival.moving import move_to
+    from hwaware.survival.recovering import Recovery
+
+    restored, calls = Recovery._restored, []
+
+    def fail_once(self, *given):
+        calls.append(given)
+        if len(calls) == 1:
+            raise MeasurementError("The state did not arrive.", "x")
+        return restored(self, *given)
+
+    training = start()
+    train_all(training, range(2))
+    monkeypatch.setattr(Recovery, "_restored", fail_once)
+    before = training.run.calls.recipe().plan
+    move_to(plan(d0=(0, 1), d1=(2, 3)), "none")
+    assert training.run.calls.recipe().plan.stages == before.stages
+    assert training.run.recovery.restarts == {}
+    assert "The program goes back to its old plan: The state did not arrive." in caplog.text
+    train_all(training, range(2, STEPS))
+    assert training.result() == undisturbed
 
 
 def test_a_training_leaves_devices(start, undisturbed, tmp_path, monkeypatch):
