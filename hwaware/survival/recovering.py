@@ -78,6 +78,8 @@ class Recovery:
         self._gone: Set[Any] = set()
         # Actors that this recovery has started: one may take longer to import JAX than others to answer.
         self._fresh: Set[Any] = set()
+        # Addresses of hosts on which Ray answered as the newest attempt began.
+        self._answered: Set[str] = set()
         self._moved_bytes = 0
 
     def run(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
@@ -101,7 +103,7 @@ class Recovery:
 
     def _tried(self, actors: Dict[Place, Any], empty: List[PlaceOfWorker], plan: Optional[Plan]) -> Recovered:
         """Make one attempt after the other; `actors` holds the workers that are left."""
-        self._empty, self._fresh, self.silent = empty, set(), set()
+        self._empty, self._fresh, self.silent, self._answered = empty, set(), set(), set()
         self._count(map(_key, empty))
         before = {executable: recipes.of(executable) for executable in self._calls.executables}
         for tries in range(1, _MOST_TRIES + 1):
@@ -135,7 +137,7 @@ class Recovery:
         raise AssertionError("a watched worker is of the group")
 
     def _keep_left(self, actors: Dict[Place, Any]) -> bool:
-        """Keep the workers that are left after a failed attempt; return True if any worker or vault was lost."""
+        """Keep the workers that are left after a failed attempt; return True if a worker, vault or host was lost."""
         import ray
 
         known = {**actors, **self.used, **{_key(self._place_of(one)): one.actor for one in self.watch.members}}
@@ -159,7 +161,8 @@ class Recovery:
         self._vaults.listings()
         actors.clear()
         actors.update(left)
-        return bool(gone) or is_starting or vaults != set(self._vaults.up)
+        hosts = self._answered - _answering(sorted(self._answered))  # such as an idle one, where no worker runs yet
+        return bool(gone or hosts) or is_starting or vaults != set(self._vaults.up)
 
     def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float], wanted: Optional[Plan]) -> Tuple[Plan, int]:
         """Do everything once, with these surviving workers; return the plan and the number of calls made again."""
@@ -203,7 +206,7 @@ class Recovery:
         """Take the devices that are lost out of the program's cluster, and give up the vaults beside them."""
         # A vault may be on a host without a device that the program still uses.
         addresses = {*(info["NodeManagerAddress"] for info in virtual_mesh.host_info), *self._vaults.up}
-        answering = _answering(sorted(addresses))
+        answering = self._answered = _answering(sorted(addresses))
         self.silent |= addresses - answering
         for (address, devices), count in self.restarts.items():
             if count > _MOST_RESTARTS:

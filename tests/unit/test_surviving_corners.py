@@ -8,7 +8,14 @@ import numpy
 import pytest
 
 from hwaware import adapter
-from hwaware.errors import HwawareError, MeasurementError, PlanError, UnusableInputError, WorkerFailedError
+from hwaware.errors import (
+    ClusterUnreachableError,
+    HwawareError,
+    MeasurementError,
+    PlanError,
+    UnusableInputError,
+    WorkerFailedError,
+)
 from hwaware.patching import checkpoints, failures, rescue
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.watch import Watch
@@ -302,6 +309,39 @@ def test_a_program_goes_back_to_its_old_plan_where_a_new_one_fails_after_compili
     assert given == ["new", "old"]
     assert recipes.of(functions[0]).plan == "old"
     assert recipes.of(functions[1]) is None
+
+
+@pytest.mark.parametrize("others", [["a"], []])
+def test_an_idle_host_that_is_lost_while_the_program_is_placed_lets_the_recovery_begin_again(others, monkeypatch):
+    """No worker runs there yet. Without any host, the program ends at once."""
+    pytest.importorskip("ray")
+    up, shrunk, tries = ["a", "idle"], [], []
+    infos = [{"NodeManagerAddress": address} for address in up]
+    mesh = SimpleNamespace(num_hosts=2, host_info=infos, devices=[[0], [0]])
+    calls = Calls()
+    calls.group = SimpleNamespace(meshes=(), parent=mesh)
+    recovery = recovering.Recovery(calls, vaults.Vaults(), None)
+    recovery.watch = SimpleNamespace(members=())
+
+    def attempt(actors, phases, wanted):
+        tries.append(list(up))
+        recovery._shrink(mesh)
+        if len(tries) == 1:
+            up[:] = others
+            raise ClusterUnreachableError("Hosts of the plan do not answer: idle.", "x")
+        return "the plan for a", 0
+
+    monkeypatch.setattr(recovery, "_attempt", attempt)
+    monkeypatch.setattr(recovering, "_answering", lambda addresses: set(up) & set(addresses))
+    monkeypatch.setattr(recovering.unequal, "shrink", lambda mesh, lost: shrunk.append(lost))
+    monkeypatch.setattr(recovering.choosing, "mapping_of", lambda plan: plan)
+    if others:
+        assert recovery._tried({}, [], None).tries == 2
+        assert shrunk == [{("idle", 0)}]
+    else:
+        with pytest.raises(HwawareError, match="No host is left"):
+            recovery._tried({}, [], None)
+    assert tries == [["a", "idle"], others]
 
 
 def test_a_function_that_was_compiled_while_no_rescuer_was_in_charge_has_no_recipe():
