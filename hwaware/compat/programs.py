@@ -41,6 +41,18 @@ def zero_of(value: Any) -> Any:
     return (getattr(Zero, "from_primal_value", None) or Zero.from_value)(value)
 
 
+def take_values_of(*kinds: type) -> None:
+    """Let JAX's functions take objects of these types, whose attribute `_value` is their array."""
+    from jax._src.interpreters import pxla
+
+    take = pxla.shard_arg_handlers[numpy.ndarray]
+
+    def taken(given: Any, *rest: Any) -> Any:  # newer JAX gives several objects at once
+        return take([one._value for one in given] if isinstance(given, (list, tuple)) else given._value, *rest)
+
+    pxla.shard_arg_handlers.update(dict.fromkeys(kinds, taken))
+
+
 def wrap_init(function: Callable[..., Any], params: Any = None, **_: Any) -> Any:
     """Return a function in the form that JAX's transformations pass on; newer JAX also wants to know its origin."""
     if "debug_info" not in inspect.signature(linear_util.wrap_init).parameters:

@@ -116,16 +116,6 @@ def block_until_ready(_original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def replicated(original: Any) -> Callable[..., None]:
-    """Wrap the constructor of an array with copies on several meshes: `jax.block_until_ready` waits for it, too."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.block_until_ready = self.replica.block_until_ready
-
-    return replacement
-
-
 def check_alive(_original: Any) -> Callable[[Any], None]:
     """Replace Alpa's look after each step, where `pipeline_check_alive` is set: wait for the step under watch."""
     return lambda self: wait_for(self.mesh_group, "A step")
@@ -268,7 +258,6 @@ PATCHES = (
         waits("A step whose results are waited for"),
     ),
     Patch(Target(_MESH, "DistributedArray.block_until_ready", ("1aa54c5804e84258",)), block_until_ready),
-    Patch(Target(_MESH, "ReplicatedDistributedArray.__init__", ("ac8302538fb2d5fa",)), replicated),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.shutdown", ("403c41588f88a716",)), shutdown),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.delete_remote_buffers", ("0f31588bf4ddd0a2",)), while_ray_runs),
     Patch(

@@ -28,6 +28,7 @@ from hwaware.patching import (
     observing,
     passing,
     randomness,
+    reading,
     refusals,
     rescue,
     reservation,
@@ -489,6 +490,7 @@ PATCHES = PatchSet(
             for name, (digest, replacement) in functions.items()
         ),
         *failures.PATCHES,
+        *reading.PATCHES,
         *reservation.PATCHES,
     ]
 )

@@ -24,7 +24,7 @@ class Target(NamedTuple):
     Attributes:
         module: The module that defines it, e.g. "alpa.pipeline_parallel.compile_executable".
         name: Its name there; "Class.method" for a method or a property.
-        digests: Digests of the source that the replacement was written against.
+        digests: Digests of the source that the replacement was written against; none for what the host's class lacks.
     """
 
     module: str
@@ -39,11 +39,11 @@ def source_digest(function: Any) -> str:
 
 
 class Patch:
-    """Replace one target by what `make` makes of the original.
+    """Replace one target by what `make` makes of the original. A target without digests is added.
 
     Args:
-        target: The function, method or property to replace.
-        make: A function that takes the original and returns the replacement.
+        target: The function, method or property to replace or to add.
+        make: A function that takes the original, or None, and returns the replacement.
     """
 
     def __init__(self, target: Target, make: Replacement) -> None:
@@ -64,14 +64,15 @@ class Patch:
         """Raise AlpaError unless the host's function is one that the replacement was written against."""
         if self.applied:
             return
-        found = source_digest(self._find())
-        if found not in self.target.digests:
+        original, expected = self._find(), self.target.digests or (None,)
+        found = None if original is None else source_digest(original)
+        if found not in expected:
             raise AlpaError(
                 f"{self.target.module}.{self.target.name} has source digest {found}, "
-                f"expected one of {list(self.target.digests)}: this Alpa is not the one that hwaware overrides.",
+                f"expected one of {list(expected)}: this Alpa is not the one that hwaware overrides.",
                 "install Alpa 0.2.3 unchanged (pip install --no-deps alpa==0.2.3), and undo other patches first.",
                 found=found,
-                expected=self.target.digests,
+                expected=expected,
             )
 
     def apply(self) -> None:
@@ -96,14 +97,17 @@ class Patch:
             if self._depth == 1:
                 self.refuse_foreign()
                 for owner, name in self._sites:
-                    setattr(owner, name, self._original)
+                    if self._original is None:
+                        delattr(owner, name)
+                    else:
+                        setattr(owner, name, self._original)
                 self._sites = []
             self._depth = max(0, self._depth - 1)
 
     def _find(self) -> Any:
         owner, name = self._owner()
         found = vars(owner).get(name)
-        if found is None:
+        if found is None and self.target.digests:
             raise AlpaError(
                 f"{self.target.module}.{self.target.name} does not exist in this Alpa.",
                 "install Alpa 0.2.3 (pip install --no-deps alpa==0.2.3).",
@@ -142,10 +146,14 @@ class PatchSet:
 
     Args:
         patches: The patches in the order to apply them. `revert` takes the opposite order.
+
+    Attributes:
+        patches: Those that replace what the host has.
     """
 
     def __init__(self, patches: Sequence[Patch]) -> None:
-        self.patches = tuple(patches)
+        self._all = tuple(patches)
+        self.patches = tuple(patch for patch in patches if patch.target.digests)
 
     @property
     def applied(self) -> bool:
@@ -154,11 +162,11 @@ class PatchSet:
 
     def apply(self) -> None:
         """Check every target, then apply every patch."""
-        for patch in self.patches:
+        for patch in self._all:
             patch.check()
         done: List[Patch] = []
         try:
-            for patch in self.patches:
+            for patch in self._all:
                 patch.apply()
                 done.append(patch)
         except BaseException:
@@ -173,10 +181,10 @@ class PatchSet:
             AlpaError: Somebody replaced one of hwaware's replacements.
         """
         self.refuse_foreign()
-        for patch in reversed(self.patches):
+        for patch in reversed(self._all):
             patch.revert()
 
     def refuse_foreign(self) -> None:
         """Raise AlpaError if somebody replaced one of hwaware's replacements."""
-        for patch in self.patches:
+        for patch in self._all:
             patch.refuse_foreign()

@@ -140,12 +140,12 @@ def _import_alpa() -> None:
 
 
 def _adapt_alpa() -> None:
-    """Register JAX's one array type with Alpa, which knows older types, and Alpa's marker with JAX."""
+    """Register JAX's one array type with Alpa, which knows older types, and Alpa's arrays and marker with JAX."""
     from alpa import device_mesh
     from alpa.pipeline_parallel import primitive_def
 
     from hwaware.compat.lowering import register_lowering
-    from hwaware.compat.programs import ArrayImpl, primitive_batchers
+    from hwaware.compat.programs import ArrayImpl, primitive_batchers, take_values_of
 
     def shard(array: Any, *args: Any, **kwargs: Any) -> Any:
         # Alpa's own handler of device arrays compiles a slice for every shape; a view of the host's copy needs none.
@@ -153,6 +153,7 @@ def _adapt_alpa() -> None:
 
     device_mesh.shard_arg_handlers.setdefault(ArrayImpl, shard)
     device_mesh.shard_arg_handlers.setdefault(numpy.ndarray, device_mesh._shard_array)
+    take_values_of(device_mesh.DistributedArray, device_mesh.ReplicatedDistributedArray)
     register_lowering(primitive_def.pipeline_p, lambda _, *args, **__: list(args))
     primitive_batchers[primitive_def.pipeline_p] = _refuse_samples
 

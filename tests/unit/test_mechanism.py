@@ -119,6 +119,17 @@ def test_a_foreign_patch_on_top_is_not_clobbered(host):
     assert b.compile_(1) == ("theirs", 1)
 
 
+def test_what_a_class_lacks_is_added_and_taken_away(host):
+    a, _ = host
+    patches = PatchSet([Patch(Target(f"{PACKAGE}.a", "Mesh.__len__", ()), lambda _: lambda mesh: 7)])
+    with applied(patches):
+        assert len(a.Mesh()) == 7
+    assert "__len__" not in vars(a.Mesh)
+    assert patches.patches == ()
+    with pytest.raises(AlpaError, match="this Alpa is not the one that hwaware overrides"):
+        Patch(Target(f"{PACKAGE}.a", "Mesh.launch", ()), lambda original: original).check()
+
+
 def test_every_patch_is_in_the_table():
     """patches/README.md names each function that hwaware replaces."""
     from hwaware import activation
