@@ -20,6 +20,7 @@ from hwaware.patching import (
     batches,
     checkpoints,
     compiling,
+    creating,
     donation,
     even_layers,
     failures,
@@ -424,7 +425,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "compile_follow_parallel_executable": ("68dbaf6e45facccb", compiling.on_workers_of("src_func")),
     },
     "create_state_parallel": {
-        "compile_create_state_executable": ("84934b5f009159c6", compiling.on_workers_of("train_step")),
+        "compile_create_state_executable": ("84934b5f009159c6", creating.compile_create_state_executable),
     },
     "pipeline_parallel.layer_construction": {
         "cluster_jaxpr_by_cost": ("20b988c485762b90", even_layers.cluster_jaxpr_by_cost),

@@ -10,7 +10,7 @@ import numpy
 
 from hwaware.compat.jaxprs import is_literal, renamed, variables
 from hwaware.errors import HwawareError, WorkerFailedError
-from hwaware.patching import batches, failures, observing, rescue
+from hwaware.patching import batches, creating, failures, observing, rescue
 
 LOG = logging.getLogger("hwaware")
 
@@ -38,7 +38,7 @@ def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]
                     "name all arguments with samples, counted from 0."
                 )
             raise
-        return _copied(closed_jaxpr), size
+        return _copied(creating.prepared(closed_jaxpr)), size
 
     return replacement
 

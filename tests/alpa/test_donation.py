@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hwaware.errors import UnusableInputError
+from hwaware.errors import AlpaError, UnusableInputError
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder
 
@@ -108,6 +108,38 @@ def test_a_donated_array_may_be_two_leaves_of_the_state(pipeline):
         for _ in range(2):
             expected, loss = jax.jit(train_step)(expected, batch_of(16))
             np.testing.assert_allclose(run.step(batch_of(16))[0], loss, rtol=1e-5)
+
+
+def test_a_created_state_may_have_a_value_at_several_places(pipeline):
+    import alpa
+
+    def create():
+        params = fresh_state()["params"]
+        return {"params": params, "momentum": [*params[:1], *params[:0:-1]]}  # also on the other stage
+
+    run, expected = pipeline(train_step, fresh_state(), batch_of(16), 2, 2, donate=(0,)), create()
+    run.state = alpa.parallelize(create, method=alpa.CreateStateParallel(run.step_function, batch_of(16)))()
+    for _ in range(2):
+        expected, loss = jax.jit(train_step)(expected, batch_of(16))
+        np.testing.assert_allclose(run.step(batch_of(16))[0], loss, rtol=1e-5)
+
+
+def test_a_created_state_that_needs_other_values_is_refused_before_workers_start(pipeline):
+    import alpa
+
+    def scaled(factor):
+        return {name: [factor * leaf for leaf in leaves] for name, leaves in fresh_state().items()}
+
+    run, factor = pipeline(train_step, fresh_state(), batch_of(16), 1), jnp.float32(2)
+    step = alpa.parallelize(train_step, method=run.step_function.method)
+    method = alpa.CreateStateParallel(step, batch_of(16))
+    for create, args, what in (
+        (scaled, (factor,), "an argument"),
+        (lambda: scaled(factor), (), "an array from outside"),
+    ):
+        with pytest.raises(AlpaError, match=rf"reads {what} \(float32\[\]\).*To fix: make keys and arrays inside"):
+            alpa.parallelize(create, method=method)(*args)
+    assert step.get_last_executable() is None
 
 
 def test_donated_arguments_without_a_like_result_stay(pipeline):
