@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from typing import Any, List
 
+import numpy
+
 from hwaware.patching.mechanism import Patch, Target
 
 _MODULE = "alpa.device_mesh"
@@ -23,9 +25,9 @@ _METHODS = (
 
 
 def _as_jax(array: Any) -> Any:
-    from jax import numpy
+    from jax.numpy import asarray
 
-    return numpy.asarray(array._value)
+    return asarray(array._value)
 
 
 def _method(name: str) -> Any:
@@ -59,7 +61,29 @@ def _block_until_ready(replicated: Any) -> Any:
     return replicated
 
 
+def array(_original: Any) -> Any:
+    """Replace the conversion to NumPy's array: NumPy 2 also says whether it shall copy."""
+
+    def replacement(self: Any, dtype: Any = None, copy: Any = None) -> Any:
+        value = numpy.asarray(self._value, dtype)
+        return value.copy() if copy else value
+
+    return replacement
+
+
+class _ReadOnlyValue:
+    """Set Alpa's cache of an array's value, for reading alone: hwaware may send it to workers of another function."""
+
+    def __set__(self, array: Any, value: Any) -> None:
+        if value is not None:
+            value.flags.writeable = False
+        array.__dict__["_npy_value"] = value
+
+
 PATCHES = (
+    Patch(Target(_MODULE, "DistributedArray.__array__", ("754dc89e0e4db701",)), array),
+    Patch(Target(_MODULE, "ReplicatedDistributedArray.__array__", ("754dc89e0e4db701",)), array),
+    _added("DistributedArray", "_npy_value", _ReadOnlyValue()),
     *(
         _added(kind, name, attribute)
         for kind in ("DistributedArray", "ReplicatedDistributedArray")

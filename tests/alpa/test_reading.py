@@ -70,3 +70,18 @@ def test_values_are_read_as_those_of_jax(result):
     np.testing.assert_array_equal(list(weights), value)
     np.testing.assert_allclose(value @ weights, value @ value, rtol=1e-5)
     np.testing.assert_allclose(jnp.linalg.norm(weights), np.linalg.norm(value), rtol=1e-5)
+
+
+def test_a_value_is_read_only_as_that_of_a_jax_array(result):
+    import asyncio
+
+    import alpa
+
+    state, _ = result
+    rate, (first, second, third, _) = state["rate"], state["weights"]
+    alpa.prefetch([second])
+    for value in (np.asarray(first), first._value, second._value, asyncio.run(third.to_np_async()), np.asarray(rate)):
+        with pytest.raises(ValueError, match="read-only"):
+            value *= 0.5
+    np.array(first)[...] = 0  # a copy
+    assert first._value.any()
