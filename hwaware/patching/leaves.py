@@ -114,6 +114,7 @@ def _tidy(arguments: Dict[str, Any]) -> None:
             "without a result. To fix: return the values from the step, and print them outside."
         )
     count, names, schedule = arguments["num_microbatch"], compiling.names_of_step(), arguments["pipeline_schedule"]
+    refusals.require_plain_types(programs[0], names)
     if schedule != "inference":
         programs = steps.tidied(*programs, arguments["batch_invars"], count, schedule, names)
         arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"] = programs

@@ -33,10 +33,10 @@ def require_plain_types(micro: Any, names: Names) -> None:
     for index, variable in enumerate(micro.jaxpr.invars):
         if not hasattr(variable.aval.dtype, "kind"):
             raise AlpaError(
-                f"{names.argument(index)} of the step holds typed random keys ({variable.aval.dtype}), which Alpa "
-                "cannot place.",
-                "keep the key of jax.random.PRNGKey(seed), or jax.random.key_data(key), in the state; a step can give "
-                "jax.random.wrap_key_data(...) of it to the loss.",
+                f"{names.argument(index)} of the function holds typed random keys ({variable.aval.dtype}), which "
+                "Alpa cannot place.",
+                "keep jax.random.PRNGKey(seed), or jax.random.key_data(key), in its place; the function can make the "
+                "typed key from it by jax.random.wrap_key_data(...).",
                 found=str(variable.aval.dtype),
                 expected="uint32",
             )

@@ -49,10 +49,9 @@ def tidied(
         names: The names of arguments and results in messages.
 
     Raises:
-        AlpaError: The step takes no gradient or several, its update reads samples, or its state holds typed keys. Or
-            Alpa can neither average nor join what the loss returns.
+        AlpaError: The step takes no gradient or several, or its update reads samples. Or Alpa can neither average nor
+            join what the loss returns.
     """
-    refusals.require_plain_types(micro, names)
     refusals.require_one_gradient(micro, schedule)
     whole = micro if full is None else full
     cut = [flag and microbatches > 1 for flag in batch]

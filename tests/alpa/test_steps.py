@@ -181,11 +181,16 @@ def test_a_failure_with_a_part_of_the_batch_names_batch_argnums(caplog):
     assert "let batch_argnums name all arguments with samples" in line
 
 
-def test_typed_keys_in_the_state_are_refused():
+@pytest.mark.parametrize("schedule", ["1f1b", "inference"])
+def test_typed_keys_in_the_state_are_refused(pipeline, schedule):
     from hwaware.errors import AlpaError
 
-    with pytest.raises(AlpaError, match=r"argument 2 of the step holds typed random keys \(key<fry>\).*To fix:"):
-        tidied(split_before, (WEIGHTS, jax.random.key(0), np.int32(5)))
+    def step(state, batch):
+        return batch + jax.random.normal(state["key"], batch.shape)
+
+    state = {"key": jax.ShapeDtypeStruct((), jax.random.key(0).dtype)}
+    with pytest.raises(AlpaError, match=r"argument \[0\]\['key'\] of the function .* \(key<fry>\).*To fix: keep"):
+        pipeline(step, state, np.ones((8, 4), np.float32), 2, pipeline_schedule=schedule)
 
 
 def same(x):
