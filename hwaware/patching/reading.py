@@ -13,8 +13,9 @@ import numpy
 from hwaware.patching.mechanism import Patch, Target
 
 _MODULE = "alpa.device_mesh"
-# What JAX's arrays do, and both of Alpa's kinds of arrays lack. Alpa's arrays keep the hash of an object.
-_READS = "bool int index complex format len getitem iter round eq ne lt le gt ge neg pos abs invert"
+# What JAX's arrays do, and both of Alpa's kinds of arrays lack. Alpa's arrays keep the hash of an object. Copies and
+# pickles are arrays of JAX, which any function of Alpa takes.
+_READS = "bool int index complex format len getitem iter round eq ne lt le gt ge neg pos abs invert reduce deepcopy"
 _OPERATORS = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift"
 _OTHERS = "item tolist astype reshape sum mean max min all any argmax argmin"
 _METHODS = (

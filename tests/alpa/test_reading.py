@@ -1,5 +1,8 @@
 """A loop that was written for plain JAX reads Alpa's arrays, on one stage or on several, as it reads JAX's."""
 
+import copy
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,3 +88,11 @@ def test_a_value_is_read_only_as_that_of_a_jax_array(result):
             value *= 0.5
     np.array(first)[...] = 0  # a copy
     assert first._value.any()
+
+
+def test_a_state_is_copied_and_pickled_as_arrays_of_jax(result):
+    state, _ = result
+    for found in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), copy.copy(state["rate"])):
+        for one, other in zip(jax.tree_util.tree_leaves(found), jax.tree_util.tree_leaves(state)):
+            assert isinstance(one, jax.Array)
+            np.testing.assert_array_equal(one, other)
