@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any, Callable, Dict, FrozenSet, Iterable, List, Mapping, NamedTuple, Set, Tuple
 
 from hwaware.compat.jaxprs import is_literal, variables
-from hwaware.compiler.splitting import ALL_REDUCE
 
 Meshes = FrozenSet[int]
 # Operations that combine scalars in any order.
@@ -54,7 +53,9 @@ def split_replicated_eqns(_original: Any) -> Callable[..., Any]:
     """Replace Alpa's own division, which `slice_apply_gradient` has done: return the update and its group of meshes."""
 
     def replacement(self: Any, _gensym: Any, num_mesh: int) -> Tuple[Any, Tuple[Tuple[int, ...], ...]]:
-        combines = any(equation.primitive.name == ALL_REDUCE for equation in self.eqns)
+        from alpa.pipeline_parallel.apply_grad import cross_mesh_allreduce_p
+
+        combines = any(equation.primitive is cross_mesh_allreduce_p for equation in self.eqns)
         return self.jaxpr, ((*range(num_mesh),),) * combines
 
     return replacement
