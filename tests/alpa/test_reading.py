@@ -51,6 +51,21 @@ def result(pipeline):
     return state, loss
 
 
+def test_a_step_fetches_no_value(pipeline, monkeypatch):
+    from alpa.device_mesh import DistributedPhysicalDeviceMesh
+
+    run = pipeline(train_step, initial(), batch_of(0), 2)
+    state, _ = run.step_function(run.state, batch_of(0))
+    own, fetched = DistributedPhysicalDeviceMesh.get_remote_buffers, []
+    monkeypatch.setattr(
+        DistributedPhysicalDeviceMesh, "get_remote_buffers", lambda *args: fetched.append(args) or own(*args)
+    )
+    state, loss = run.step_function(state, batch_of(1))
+    assert not fetched
+    assert loss > 0
+    assert len(fetched) == 1
+
+
 def test_values_are_read_as_those_of_jax(result):
     state, loss = result
     step, rate, weights = state["step"], state["rate"], state["weights"][0]
