@@ -172,10 +172,13 @@ def _better(
         return plan
     assert plan.predicted_step_s is not None  # a feasible plan has a price
     assert alpas.predicted_step_s is not None
-    # A proof that the plan is the fastest also holds for Alpa's mapping, if that is as fast.
+    # A proof that the plan is the fastest also holds for Alpa's mapping, if that is as fast. Alpa's mapping may also be
+    # faster than the bound: it can have stages that the search leaves out.
     is_slower = plan.predicted_step_s < alpas.predicted_step_s * (1 - _SAME)
-    status = "feasible" if is_slower else plan.status
-    return msgspec.structs.replace(alpas, status=status, bound_s=plan.bound_s, search_s=plan.search_s)
+    is_bounded = plan.bound_s is None or alpas.objective_s is None or plan.bound_s <= alpas.objective_s
+    status = "feasible" if is_slower or not is_bounded else plan.status
+    bound_s = plan.bound_s if is_bounded else None
+    return msgspec.structs.replace(alpas, status=status, bound_s=bound_s, search_s=plan.search_s)
 
 
 def _seconds(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:

@@ -37,7 +37,7 @@ def prepared(closed_jaxpr: Any) -> Any:
     """Return a program that Alpa has traced; that of CreateStateParallel with copies of results that others need.
 
     Two places with one value would be one array of a worker, which no step can take over twice. Alpa also makes a value
-    on the stage of whichever place needs it first, and not on each place's own stage.
+    on the stage that needs it first alone.
 
     Raises:
         AlpaError: A result needs a value from outside of the function of CreateStateParallel.

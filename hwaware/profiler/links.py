@@ -74,7 +74,7 @@ class Measured:
     def records(self) -> Tuple[Link, ...]:
         """Return the links, sorted by their ends, without pairs inside a host that are like its first pair.
 
-        Of an unfinished host, no pair is returned: a pair that is absent later counts as like the first.
+        Pairs of an unfinished host are left out, too: a pair that is absent later counts as like the first.
         """
         kept = (ends for ends, one in self.links.items() if not self._is_left_out(ends, one))
         return tuple(self.links[ends] for ends in sorted(kept))

@@ -8,8 +8,9 @@ from builders import cluster, device, script, workload
 
 import hwaware
 from hwaware.errors import InfeasibleError
-from hwaware.patching.choosing import best_plan
+from hwaware.patching.choosing import _better, best_plan
 from hwaware.patching.stage_option import PlacementSettings
+from hwaware.records import rebuilt
 from hwaware.workload import MeasuredTime, Workload
 
 
@@ -57,6 +58,18 @@ def test_equal_devices_keep_alpas_mapping(choose):
 def test_alpas_mapping_follows_the_order_in_which_alpa_lists_hosts(choose):
     plan, _ = choose(hosts(a=1.0, b=1.0), "b", "a")
     assert [stage.devices for stage in plan.stages] == [("a:0",), ("b:0",)]
+
+
+def test_alpas_mapping_may_be_faster_than_the_bound_of_the_searched_ones():
+    """It may have stages that the search leaves out."""
+    model, profile = workload(2), cluster("ab")
+    alpas = hwaware.plan(model, profile, num_microbatches=2, solver="alpa")
+    times = dict.fromkeys(("objective_s", "bound_s", "predicted_step_s"), 1.004 * alpas.objective_s)
+    found = rebuilt(alpas, solver="exact", status="optimal", **times)
+    kept = _better(found, alpas, None, model, profile)
+    assert (kept.stages, kept.status, kept.bound_s) == (alpas.stages, "feasible", None)
+    as_fast = rebuilt(found, bound_s=alpas.objective_s)
+    assert _better(as_fast, alpas, None, model, profile).bound_s == alpas.objective_s
 
 
 def test_a_gain_below_the_error_of_predictions_keeps_alpas(choose):
