@@ -161,8 +161,9 @@ class Recovery:
         self._vaults.listings()
         actors.clear()
         actors.update(left)
-        hosts = self._answered - _answering(sorted(self._answered))  # such as an idle one, where no worker runs yet
-        return bool(gone or hosts) or is_starting or vaults != set(self._vaults.up)
+        # An idle host may be lost, too, where no worker runs yet.
+        silent = self._answered and self._answered - _answering(sorted(self._answered))
+        return bool(gone or silent) or is_starting or vaults != set(self._vaults.up)
 
     def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float], wanted: Optional[Plan]) -> Tuple[Plan, int]:
         """Do everything once, with these surviving workers; return the plan and the number of calls made again."""

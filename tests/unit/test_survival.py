@@ -815,8 +815,12 @@ def test_a_function_that_follows_another_is_compiled_again_on_other_meshes():
     first, second = SimpleNamespace(), SimpleNamespace()
     now, compiled = [first], []
 
+    training = SimpleNamespace(last_executable="of whole batches")
+    training.get_last_executable = lambda: training.last_executable
+
     def compile_executable(method, fun):
         assert recipes._following  # so it is not refused for its stage option
+        assert training.last_executable == "of whole batches"  # also after a smaller batch
         assert fun.stores[0].resets == len(compiled) + 1
         compiled.append(Followed(now[0], len(compiled) + 1))
         return compiled[-1]
@@ -828,7 +832,8 @@ def test_a_function_that_follows_another_is_compiled_again_on_other_meshes():
             self.resets += 1
 
     replacement = recipes.compile_executable(compile_executable)
-    function = replacement(SimpleNamespace(), SimpleNamespace(stores=[Store(), None]))
+    function = replacement(SimpleNamespace(src_func=training), SimpleNamespace(stores=[Store(), None]))
+    training.last_executable = "of a smaller batch"
     recipes.follow(function, first)
     assert (function.number, recipes.follows(function), recipes._following) == (1, True, [])
     now[0] = second
@@ -836,6 +841,7 @@ def test_a_function_that_follows_another_is_compiled_again_on_other_meshes():
     assert function is compiled[0]
     assert (function.mesh_group, function.number, recipes.follows(function)) == (second, 2, True)
     assert (compiled[1].mesh_group, compiled[1].number) == (first, 1)  # it ends with the old meshes
+    assert training.last_executable == "of a smaller batch"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), HwawareError("No host is left.", "add one.")])
