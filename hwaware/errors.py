@@ -106,3 +106,13 @@ class WorkerFailedError(HwawareError):
         super().__init__(f"{where[:1].upper()}{where[1:]} failed: {cause}", fix)
         self.where = where
         self.cause = cause
+
+
+def cause_of(error: BaseException) -> str:
+    """Return the text of an error for a log: the message of hwaware's errors, and type and text of others.
+
+    Example:
+        >>> cause_of(KeyError("a")), cause_of(AlpaError("It is old.", "update it."))
+        ("KeyError: 'a'", 'It is old. To fix: update it.')
+    """
+    return str(error) if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"

@@ -11,7 +11,7 @@ import msgspec
 from hwaware import profiler, ray_cluster
 from hwaware.cluster import ClusterProfile, PartialProfile
 from hwaware.deprecation import keyword_only
-from hwaware.errors import HwawareError
+from hwaware.errors import cause_of
 from hwaware.profiler.progress import Progress
 from hwaware.records import PathLike
 
@@ -77,8 +77,7 @@ def profile(
     except SystemExit as error:
         raise profiler.TerminatedMeasurement(error.code, PartialProfile.of(found)) from error
     except Exception as error:  # noqa: BLE001  # whatever it is, the measurement before it is not lost
-        cause = str(error) if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"
-        say(f"The profile lacks pass overheads and the other times of the runtime. {cause}")
+        say(f"The profile lacks pass overheads and the other times of the runtime. {cause_of(error)}")
         return found
 
 

@@ -18,7 +18,7 @@ from hwaware.costs.compute import device_time_s
 from hwaware.costs.evaluate import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.dtypes import MEASURED
-from hwaware.errors import HwawareError, MeasurementError
+from hwaware.errors import MeasurementError, cause_of
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
@@ -76,8 +76,7 @@ def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
     try:
         return with_sums(found, start)
     except Exception as error:  # noqa: BLE001  # whatever it is, the passes are timed
-        cause = str(error) if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"
-        LOG.warning("The profile lacks the rates at which devices sum gradients: %s", cause)
+        LOG.warning("The profile lacks the rates at which devices sum gradients: %s", cause_of(error))
         return found
 
 
