@@ -1,7 +1,7 @@
 """Cut a stage's program where its meshes have to combine a value, e.g. the norm of all stages' gradients.
 
-Alpa turns a sum (or logical and, or) over values of several meshes into one equation, `__builtin$CrossMeshAllReduce`.
-Stock XLA has no counterpart. The equations before it become one program and those after it another. Between them the
+`hwaware.patching.update_sums` turns a sum over values of several meshes, or another such operation, into one equation,
+Alpa's `__builtin$CrossMeshAllReduce`. Stock XLA has no counterpart. The equations before it become one program and those after it another. Between them the
 workers exchange the value (hwaware.runtime.reductions).
 """
 
