@@ -1,8 +1,8 @@
 """Cut a stage's program where its meshes have to combine a value, e.g. the norm of all stages' gradients.
 
 `hwaware.patching.update_sums` turns a sum over values of several meshes, or another such operation, into one equation,
-Alpa's `__builtin$CrossMeshAllReduce`. Stock XLA has no counterpart. The equations before it become one program and those after it another. Between them the
-workers exchange the value (hwaware.runtime.reductions).
+Alpa's `__builtin$CrossMeshAllReduce`. Stock XLA has no counterpart. The equations before it become one program and
+those after it another. Between them the workers exchange the value (hwaware.runtime.reductions).
 """
 
 from __future__ import annotations
